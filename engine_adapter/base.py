@@ -1,0 +1,94 @@
+"""The contract between an engine and whatever keeps its KV: who calls what, when, and what may block.
+
+The engine's scheduler owns the calls: one thread, one engine step at a time. Nothing here waits for anybody except
+`wait`, which the engine calls only when it has nothing to compute.
+
+A request's life, as the block manager sees it:
+
+    enqueue → admit (None … Admission) → { reserve → kernels → commit } each step → release
+                                          ↑ a preempted request is released and enqueued again with all its tokens
+
+Pages. The pool is one array of equal pages. The engine reads a page as `[layer, K|V, kv_head, token, head_dim]` of
+its KV dtype, payload first, padded up to 4 KiB; `block_tokens` tokens a page. A block table is a row of page numbers:
+token `t` of a request lives in page `pages(request)[t // block_tokens]` at offset `t % block_tokens`. Pages that hold
+a cached prefix come first in the table and are read-only to the engine; recycled pages hold arbitrary bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Admission", "BlockManager", "RequestId"]
+
+RequestId = NewType("RequestId", str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What an admitted request starts with.
+
+    `cached_tokens` is a multiple of `block_tokens` and less than the number of tokens given to `enqueue`: at least one
+    token is always computed, so the first logits exist. `cached_by_tier` says where they were found when the request
+    was admitted (keys `"hbm"`, `"dram"`, `"nvme"`); its values add up to `cached_tokens`.
+    """
+
+    cached_tokens: int
+    cached_by_tier: Mapping[str, int]
+
+
+class BlockManager(Protocol):
+    """Gives pages to requests and finds cached prefixes. One thread calls it; ids are unique among live requests."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a page holds."""
+        ...
+
+    def kv_pages(self) -> NDArray[np.uint8]:
+        """The whole pool, `[num_pages, page_bytes]`, shared memory; the same array for the manager's life."""
+        ...
+
+    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+        """The request waits to be scheduled: hash it and start prefetching. Takes no lease and no page.
+
+        `token_ids` is the engine's own growing list: copy what is kept.
+        """
+        ...
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        """The request is to run: lease its cached prefix and take pages for `num_tokens` tokens in all.
+
+        None means "not yet" (a load under way, no free pages, or another request is computing the same prefix): ask
+        again at a later step. A None leaves nothing behind that hinders other requests. Never blocks.
+        """
+        ...
+
+    def pages(self, request: RequestId) -> NDArray[np.int32]:
+        """The block table of an admitted request so far, `[num_pages_of_request]`; valid until the next `reserve`."""
+        ...
+
+    def reserve(self, request: RequestId, num_tokens: int) -> bool:
+        """Make the table cover `num_tokens` tokens in all. False, and nothing changed: no free page now."""
+        ...
+
+    def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is in the pages, its kernels have completed, its tokens are final.
+
+        `token_ids` is the request's whole list, at least `num_tokens` long. Full blocks among them may be sealed.
+        """
+        ...
+
+    def release(self, request: RequestId) -> None:
+        """The request finished, was aborted or was preempted, queued or admitted. Idempotent; unknown ids are ignored."""
+        ...
+
+    def end_step(self) -> None:
+        """Once a step, after its kernels have completed and its commits are in: send what changed. Never waits."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a pending `admit` may have another answer, at most `timeout_s`. Called only when idle."""
+        ...
