@@ -1,0 +1,1 @@
+"""Which blocks go first: one batch contract, one policy a file."""

@@ -1,0 +1,1 @@
+"""The command line: one command a file, registered by entry point in the group `kvstore.commands`."""

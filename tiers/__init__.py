@@ -1,0 +1,1 @@
+"""The places where blocks live: one contract, one implementation a file."""
