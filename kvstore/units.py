@@ -23,6 +23,8 @@ __all__ = [
     "format_size",
     "parse_duration",
     "parse_size",
+    "write_duration",
+    "write_size",
 ]
 
 KIB = 1 << 10
@@ -72,10 +74,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """`size_bytes` in the largest binary unit, exact where two decimals can be: `8GiB`, `1.5TiB`, `100B`.
-
-    What comes out parses back to the same number whenever it is exact; otherwise it is rounded and meant for people.
-    """
+    """`size_bytes` for people, in the largest binary unit, rounded to two decimals: `8GiB`, `1.5TiB`, `100B`."""
     if size_bytes < 0:
         return f"-{format_size(-size_bytes)}"
     power = 0
@@ -83,6 +82,12 @@ def format_size(size_bytes: int) -> str:
         power += 1
     value = Decimal(size_bytes) / 1024**power
     return f"{_plain(value, decimals=2)}{_BINARY[power]}"
+
+
+def write_size(size_bytes: int) -> str:
+    """`size_bytes` in a form that parses back to the same number: `8GiB` where that is exact, else bytes."""
+    pretty = format_size(size_bytes)
+    return pretty if parse_size(pretty) == size_bytes else str(size_bytes)
 
 
 def parse_duration(text: str) -> float:
@@ -108,6 +113,12 @@ def format_duration(duration_s: float) -> str:
         if duration_s < most:
             return f"{_plain(seconds / _DURATION_UNITS[unit], decimals=2)}{unit}"
     return f"{_plain(seconds / _DURATION_UNITS['d'], decimals=2)}d"
+
+
+def write_duration(duration_s: float) -> str:
+    """`duration_s` in a form that parses back to the same number: `2m` where that is exact, else seconds."""
+    pretty = format_duration(duration_s)
+    return pretty if parse_duration(pretty) == duration_s else repr(duration_s)
 
 
 def format_count(count: int) -> str:

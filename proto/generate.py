@@ -2,8 +2,9 @@
 
     python proto/generate.py
 
-The build hook and `make proto` both run this file, with grpcio-tools==1.71.2: its code imports under protobuf 5.29,
-6.33 and 7.x, while newer generators' code refuses the older runtimes. What comes out is ignored by git and is never edited.
+The build hook and `make proto` both run this file, with grpcio-tools==1.71.2: its code imports under protobuf
+5.29, 6.33 and 7.x, while newer generators' code refuses the older runtimes. What comes out is ignored by git and
+is never edited.
 """
 
 from __future__ import annotations

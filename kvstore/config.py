@@ -1,0 +1,255 @@
+"""The configuration: one frozen tree, resolved once from flags, environment, a TOML file and defaults, in that order.
+
+Owns what can be configured and what is a valid value. Pure: the caller passes the environment and the file's text
+(`kvstore.cli.settings` does). A key is a field's name without the unit: `dram_bytes` is written `dram = "8GiB"` in the
+file, `KVSTORE_DRAM=8GiB` in the environment and `--dram 8GiB` on the command line; `limits.call_deadline_s` is
+`call_deadline = "5s"` under `[limits]` and `KVSTORE_LIMITS_CALL_DEADLINE`. Every fault is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore.errors import ConfigError
+from kvstore.units import GIB, KIB, MIB, format_size, write_size
+
+__all__ = [
+    "ClientConfig",
+    "Config",
+    "Durability",
+    "Limits",
+    "NvmePath",
+    "ServeConfig",
+    "WorkerConfig",
+    "default_socket",
+    "parse_toml",
+]
+
+MAX_SESSIONS = 48  # bits of a slot's holders word that sessions have; the other 16 are the movers'
+MAX_NVME_PATHS = 16
+_PAGE_BYTES = 4 * KIB
+
+
+class Durability(Enum):
+    """When bytes on the NVMe tier are forced to the device."""
+
+    COMMIT = "commit"
+    """fdatasync before each group commit: what was acknowledged durable survives a power cut."""
+    FLUSH = "flush"
+    """Only at Flush and at shutdown: a power cut costs what came after, and is noticed by the checksums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmePath:
+    """A directory on one disk and how many bytes of it the tier may use, index included."""
+
+    path: str
+    capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(self.path.startswith("/"), "nvme", f"the path {self.path!r} must be absolute")
+        _require(
+            self.capacity_bytes >= 64 * MIB,
+            "nvme",
+            f"{format_size(self.capacity_bytes)} for {self.path} is too little: at least 64MiB",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.path}:{write_size(self.capacity_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of queues, messages and waits. A bound that is reached drops or refuses, and is counted."""
+
+    chain_blocks: int = 65_536
+    """Blocks in the chain of one acquire, prefetch or explain."""
+    message_bytes: int = 4 * MIB
+    """One gRPC message, either way."""
+    session_queue_messages: int = 1_024
+    """Answers waiting for one session's stream; a client that reads no more loses its stream."""
+    session_leases: int = 4_096
+    """Requests of one session that wait for a promotion or a fill."""
+    move_queue_blocks: int = 4_096
+    """Writes to one NVMe path that wait; a full queue drops the write."""
+    call_deadline_s: float = 5.0
+    """A unary call that names no deadline."""
+    flush_deadline_s: float = 60.0
+    """Flush, where the call names no deadline."""
+    drain_deadline_s: float = 30.0
+    """From SIGTERM to the end, Flush included."""
+    session_lost_s: float = 10.0
+    """A session without a stream for this long gets nothing new; what it holds stays held."""
+
+    def __post_init__(self) -> None:
+        for name in ("chain_blocks", "session_queue_messages", "session_leases", "move_queue_blocks"):
+            _require(getattr(self, name) >= 1, f"limits.{name}", "must be at least 1")
+        _require(self.message_bytes >= 64 * KIB, "limits.message", "must be at least 64KiB")
+        for name in ("call_deadline_s", "flush_deadline_s", "drain_deadline_s", "session_lost_s"):
+            _require(getattr(self, name) > 0, f"limits.{name.removesuffix('_s')}", "must be more than 0s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """What `kvstore serve` runs: the daemon, its tiers and its bounds."""
+
+    socket: str
+    """The gRPC socket; the descriptor socket is beside it, with `.fd` appended."""
+    socket_group: str | None = None
+    """A group whose members may connect too (0660); None: the owner alone (0600)."""
+    tcp: str | None = None
+    """`host:port` to listen on as well; None: the unix socket alone."""
+    metrics_port: int | None = None
+    """Loopback port of the Prometheus metrics; None: none."""
+    dram_bytes: int = 2 * GIB
+    dram_extent_bytes: int = 64 * MIB
+    """DRAM is taken, and changes its slot class, in pieces of this size."""
+    nvme: tuple[NvmePath, ...] = ()
+    nvme_extent_bytes: int = 256 * MIB
+    """One slab file."""
+    nvme_threads: int = 0
+    """I/O threads of each path; 0: probe at the first start."""
+    durability: Durability = Durability.COMMIT
+    devices: int = 1
+    """GPUs (or twins) whose HBM the tables have room for."""
+    hbm_bytes: int = 64 * GIB
+    """The most HBM of one device that the tables have room for; costs table memory only as it is used."""
+    min_slot_bytes: int = 64 * KIB
+    """The smallest slot expected; with the capacity of a tier it gives the number of its slots."""
+    max_rows: int = 1 << 20
+    """Blocks that can be known at one time, in whatever tier."""
+    max_sessions: int = 32
+    max_namespaces: int = 1_024
+    orphan_ttl_s: float = 120.0
+    """How long HBM that no live session maps is kept."""
+    log_level: str = "info"
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _require(self.socket.startswith("/"), "socket", f"{self.socket!r} must be an absolute path")
+        # sun_path has 108 bytes with its NUL, and ".fd" is appended for the descriptor socket.
+        _require(
+            len(self.socket.encode()) <= 104,
+            "socket",
+            f"{self.socket!r} is longer than a socket's path may be",
+        )
+        for name in ("dram_extent_bytes", "nvme_extent_bytes", "min_slot_bytes"):
+            _require(getattr(self, name) >= _PAGE_BYTES, _key(name), "must be at least 4KiB")
+            _require(getattr(self, name) % _PAGE_BYTES == 0, _key(name), "must be a multiple of 4KiB")
+        _require(
+            self.dram_bytes >= self.dram_extent_bytes,
+            "dram",
+            f"{format_size(self.dram_bytes)} is less than one extent ({format_size(self.dram_extent_bytes)}): "
+            "give more, or lower dram_extent",
+        )
+        _require(len(self.nvme) <= MAX_NVME_PATHS, "nvme", f"at most {MAX_NVME_PATHS} paths")
+        paths = [place.path for place in self.nvme]
+        _require(len(set(paths)) == len(paths), "nvme", "the same path is given twice")
+        _require(0 <= self.nvme_threads <= 64, "nvme_threads", "must be from 0 (probe) to 64")
+        _require(1 <= self.devices <= 64, "devices", "must be from 1 to 64")
+        _require(1_024 <= self.max_rows < 1 << 31, "max_rows", "must be from 1024 to 2147483647")
+        _require(1 <= self.max_sessions <= MAX_SESSIONS, "max_sessions", f"must be from 1 to {MAX_SESSIONS}")
+        _require(1 <= self.max_namespaces <= 1 << 20, "max_namespaces", "must be from 1 to 1048576")
+        _require(self.orphan_ttl_s >= 0, "orphan_ttl", "must not be negative")
+        _check_endpoints(self.tcp, self.metrics_port)
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            "log_level",
+            "is one of debug, info, warning, error",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How a client behaves towards its daemon."""
+
+    timeout_s: float = 5.0
+    """Connecting, attaching and each unary call."""
+    breaker_failures: int = 3
+    """Calls in a row without an answer after which the daemon counts as away."""
+    breaker_reset_s: float = 1.0
+    """How long the daemon then is not asked."""
+
+    def __post_init__(self) -> None:
+        _require(self.timeout_s > 0, "client.timeout", "must be more than 0s")
+        _require(self.breaker_failures >= 1, "client.breaker_failures", "must be at least 1")
+        _require(self.breaker_reset_s > 0, "client.breaker_reset", "must be more than 0s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What `kvstore worker` and `kvstore generate` run: the bundled engine."""
+
+    model: str = "smollm2"
+    """`smollm2`, a Hugging Face folder or a GGUF file."""
+    socket: str | None = None
+    """Where the worker listens; None: beside the daemon's socket, named by the model."""
+    hbm_bytes: int = 1 * GIB
+    """KV memory of the device (or of its twin)."""
+    block_tokens: int = 32
+    chunk_tokens: int = 512
+    """Tokens of one prefill step, over all requests in it."""
+    max_requests: int = 16
+    """Requests in one batch."""
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+
+    def __post_init__(self) -> None:
+        _require(self.hbm_bytes >= MIB, "worker.hbm", "must be at least 1MiB")
+        power = self.block_tokens
+        _require(
+            8 <= power <= 1024 and power & (power - 1) == 0, "worker.block_tokens", "is 8, 16, 32, … or 1024"
+        )
+        _require(
+            self.chunk_tokens >= self.block_tokens, "worker.chunk_tokens", "must be at least block_tokens"
+        )
+        _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
+        _require(0 <= self.threads <= 1_024, "worker.threads", "must be from 0 (all cores) to 1024")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole tree."""
+
+    serve: ServeConfig
+    client: ClientConfig = field(default_factory=ClientConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+
+
+def default_socket(environ: Mapping[str, str], uid: int) -> str:
+    """Where the daemon listens if nobody says: below $XDG_RUNTIME_DIR, else in /tmp, in a directory of the user's."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    folder = f"{runtime}/kvstore" if runtime.startswith("/") else f"/tmp/kvstore-{uid}"  # noqa: S108 (made 0700, checked)
+    return f"{folder}/kvstore.sock"
+
+
+def parse_toml(text: str, name: str) -> Mapping[str, object]:
+    """The tables of a configuration file. `name` is what errors call it."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from error
+
+
+def _require(condition: bool, key: str, problem: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: {problem}")
+
+
+def _key(name: str) -> str:
+    """The key of a field: its name without the unit."""
+    return name.removesuffix("_bytes").removesuffix("_s")
+
+
+def _check_endpoints(tcp: str | None, metrics_port: int | None) -> None:
+    if tcp is not None:
+        host, _, port = tcp.rpartition(":")
+        _require(
+            bool(host) and port.isdecimal(), "tcp", f"{tcp!r} is not host:port, for example 127.0.0.1:7440"
+        )
+        _require(1 <= int(port) <= 65_535, "tcp", f"port {port} is not from 1 to 65535")
+    if metrics_port is not None:
+        _require(1 <= metrics_port <= 65_535, "metrics_port", f"{metrics_port} is not from 1 to 65535")
