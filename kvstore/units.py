@@ -53,6 +53,9 @@ _DURATION_UNITS: dict[str, Decimal] = {
     "h": _SECOND * 3600,
     "d": _SECOND * 86400,
 }
+_EXACT_UNITS = tuple(
+    (unit, 1024**power) for power, unit in reversed(tuple(enumerate(_BINARY))) if power
+) + tuple((f"{letter}B", 1000**power) for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")))
 _MAX_SIZE_BYTES = (1 << 63) - 1  # offsets are signed 64-bit numbers in every system call
 
 
@@ -85,9 +88,13 @@ def format_size(size_bytes: int) -> str:
 
 
 def write_size(size_bytes: int) -> str:
-    """`size_bytes` in a form that parses back to the same number: `8GiB` where that is exact, else bytes."""
-    pretty = format_size(size_bytes)
-    return pretty if parse_size(pretty) == size_bytes else str(size_bytes)
+    """`size_bytes` in a form that parses back to the same number: `8GiB`, `100GB`, and bytes where no unit is exact."""
+    exact = [
+        f"{_plain(Decimal(size_bytes) / factor, decimals=2)}{unit}"
+        for unit, factor in _EXACT_UNITS
+        if size_bytes >= factor and size_bytes * 100 % factor == 0
+    ]
+    return min(exact, key=len, default=str(size_bytes))
 
 
 def parse_duration(text: str) -> float:
@@ -118,7 +125,7 @@ def format_duration(duration_s: float) -> str:
 def write_duration(duration_s: float) -> str:
     """`duration_s` in a form that parses back to the same number: `2m` where that is exact, else seconds."""
     pretty = format_duration(duration_s)
-    return pretty if parse_duration(pretty) == duration_s else repr(duration_s)
+    return pretty if parse_duration(pretty) == duration_s else f"{Decimal(repr(duration_s)):f}"
 
 
 def format_count(count: int) -> str:

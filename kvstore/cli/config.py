@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvstore.cli.settings import load_settings
 from kvstore.errors import ConfigError
-from kvstore.settings import Setting, environment_name
+from kvstore.settings import Setting
 
 __all__ = ["config"]
 
@@ -45,11 +45,13 @@ def config(
 
 
 def _table(settings: Sequence[Setting]) -> Table:
-    table = Table("setting", "value", "from", "environment variable")
+    table = Table(caption="A setting's variable is KVSTORE_ and its name in capitals, with _ for the dot.")
+    for header in ("setting", "value", "from"):
+        table.add_column(header, overflow="fold")
     for item in settings:
         text = ", ".join(item.text) if isinstance(item.text, tuple) else item.text
         style = "dim" if item.source == "default" else None
-        table.add_row(item.key, text or "-", item.source, environment_name(item.key), style=style)
+        table.add_row(item.key, text or "-", item.source, style=style)
     return table
 
 

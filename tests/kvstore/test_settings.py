@@ -1,0 +1,146 @@
+"""Flags before environment before file before defaults; every fault is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from kvstore.config import (
+    ClientConfig,
+    Durability,
+    Limits,
+    NvmePath,
+    ServeConfig,
+    WorkerConfig,
+    default_socket,
+)
+from kvstore.errors import ConfigError
+from kvstore.settings import Resolved, environment_name, resolve
+from kvstore.units import GIB, MIB
+
+
+def settle(
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: str | None = None,
+) -> Resolved:
+    return resolve(flags=flags or {}, environ=environ or {}, uid=1000, file=file, file_name="k.toml")
+
+
+def source(resolved: Resolved, key: str) -> str:
+    return next(item.source for item in resolved.settings if item.key == key)
+
+
+def test_precedence() -> None:
+    file = 'dram = "3GiB"\nmax_sessions = 3\nmax_rows = 3000\n'
+    environ = {"KVSTORE_DRAM": "2GiB", "KVSTORE_MAX_SESSIONS": "2"}
+    resolved = settle({"dram": "1GiB", "max_sessions": None}, environ, file)
+    serve = resolved.config.serve
+    assert (serve.dram_bytes, serve.max_sessions, serve.max_rows) == (GIB, 2, 3000)
+    assert source(resolved, "dram") == "flag"
+    assert source(resolved, "max_sessions") == "environment KVSTORE_MAX_SESSIONS"
+    assert source(resolved, "max_rows") == "k.toml"
+    assert source(resolved, "orphan_ttl") == "default"
+
+
+def test_every_kind_of_value() -> None:
+    config = settle(
+        {"nvme": ["/a:1GiB", "/b:100G"]},
+        {"KVSTORE_DURABILITY": "flush", "KVSTORE_METRICS_PORT": "9100", "KVSTORE_TCP": "[::1]:7440"},
+        'orphan_ttl = "2m"\n[limits]\nmessage = 1048576\ncall_deadline = 2\n[client]\ntimeout = "250ms"\n'
+        '[worker]\nmodel = "/models/x"\n',
+    ).config
+    assert config.serve.nvme == (
+        NvmePath(path="/a", capacity_bytes=GIB),
+        NvmePath(path="/b", capacity_bytes=100 * 10**9),
+    )
+    assert config.serve.durability is Durability.FLUSH
+    assert (config.serve.metrics_port, config.serve.tcp, config.serve.orphan_ttl_s) == (
+        9100,
+        "[::1]:7440",
+        120.0,
+    )
+    assert (config.serve.limits.message_bytes, config.serve.limits.call_deadline_s) == (MIB, 2.0)
+    assert (config.client.timeout_s, config.worker.model) == (0.25, "/models/x")
+
+
+def test_nvme_in_one_text_and_an_empty_variable() -> None:
+    config = settle(environ={"KVSTORE_NVME": "/a:1GiB, /with:colon:1GiB", "KVSTORE_DRAM": ""}).config
+    assert [place.path for place in config.serve.nvme] == ["/a", "/with:colon"]
+    assert config.serve.dram_bytes == settle().config.serve.dram_bytes
+
+
+@pytest.mark.parametrize(
+    "kind,given,line",
+    [
+        (
+            "flags",
+            {"dram": "8Gix"},
+            "flag: dram: unknown unit 'Gix' in size '8Gix': write it like 8GiB, 512MiB or 100G",
+        ),
+        (
+            "flags",
+            {"dram": "1MiB"},
+            "flag: dram: 1MiB is less than one extent (64MiB): give more, or lower dram_extent",
+        ),
+        ("flags", {"max_sessions": "90"}, "flag: max_sessions: must be from 1 to 48"),
+        ("flags", {"max_sessions": "many"}, "flag: max_sessions: 'many' is not a whole number"),
+        ("flags", {"dramm": "1GiB"}, "flag: unknown key 'dramm'; did you mean 'dram'?"),
+        ("flags", {"tcp": "7440"}, "flag: tcp: '7440' is not host:port, for example 127.0.0.1:7440"),
+        ("flags", {"nvme": ["/a:1GiB", "/a:2GiB"]}, "flag: nvme: the same path is given twice"),
+        ("flags", {"nvme": ["a:1GiB"]}, "flag: nvme: the path 'a' must be absolute"),
+        ("flags", {"nvme": ["/a:1MiB"]}, "flag: nvme: 1MiB for /a is too little: at least 64MiB"),
+        ("environ", {"KVSTORE_NVME": "/a"}, "environment KVSTORE_NVME: nvme: '/a' is not path:size, like "),
+        (
+            "environ",
+            {"KVSTORE_DRAMM": "1GiB"},
+            "environment KVSTORE_DRAMM: no such setting; did you mean KVSTORE_DRAM?",
+        ),
+        ("environ", {"KVSTORE_SOCKET": "s" * 200}, "environment KVSTORE_SOCKET: socket: "),
+        ("environ", {"KVSTORE_SOCKET": "/" + "s" * 110}, "environment KVSTORE_SOCKET: socket: "),
+        ("file", "dram = true", "k.toml: dram: True is not a size like 8GiB"),
+        ("file", "dram =", "k.toml: not valid TOML: "),
+        ("file", "orphan_ttl = []", "k.toml: orphan_ttl: [] is not a duration like 120s"),
+        ("file", 'durability = "never"', "k.toml: durability: 'never' is not one of commit, flush"),
+        ("file", "[limits]\ncall_deadlin = 3", "k.toml: unknown key 'limits.call_deadlin'; did you mean "),
+        ("file", "[limits]\ncall_deadline = 0", "k.toml: limits.call_deadline: must be more than 0s"),
+        ("file", "qqqq = 3", "k.toml: unknown key 'qqqq'; `kvstore config` lists what there is"),
+        ("file", "nvme = [3]", "k.toml: nvme: 3 is not path:size"),
+    ],
+)
+def test_a_fault_is_one_line_that_says_where_and_what_to_do(kind: str, given: object, line: str) -> None:
+    arguments: dict[str, object] = {"flags": {}, "environ": {}, "uid": 0, "file_name": "k.toml", kind: given}
+    with pytest.raises(ConfigError) as caught:
+        resolve(**arguments)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_variable_that_is_nobodys_is_left_alone() -> None:
+    settle(environ={"KVSTORE_DEBUG": "1", "KVSTORE_CONFIG": "/x", "KVSTORE_FAULT": "seal.commit"})
+
+
+@pytest.mark.parametrize("record", [ServeConfig, Limits, ClientConfig, WorkerConfig])
+def test_each_field_can_be_given(record: type) -> None:
+    """Elsewhere a field was added to the configuration and no flag, variable or file could ever set it."""
+    prefix = {ServeConfig: "", Limits: "limits.", ClientConfig: "client.", WorkerConfig: "worker."}[record]
+    shown = {item.key: item for item in settle().settings}
+    for field in dataclasses.fields(record):
+        if field.name == "limits":
+            continue
+        key = prefix + field.name.removesuffix("_bytes").removesuffix("_s")
+        item = shown[key]
+        text = {"nvme": "/a:1GiB", "tcp": "127.0.0.1:1", "socket_group": "kv", "worker.socket": "/s"}.get(
+            key, item.text
+        )
+        given = settle(environ={environment_name(key): str(text) or "1"})
+        assert source(given, key) == f"environment {environment_name(key)}"
+        if item.value not in (None, ()):
+            assert given.config == settle().config
+
+
+def test_default_socket_belongs_to_the_user() -> None:
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == "/run/user/7/kvstore/kvstore.sock"
+    assert default_socket({"XDG_RUNTIME_DIR": "relative"}, 7) == "/tmp/kvstore-7/kvstore.sock"
