@@ -1,0 +1,1 @@
+"""The daemon: one owner loop around the pure store, with sockets, movers, liveness and recovery as its thin shell."""
