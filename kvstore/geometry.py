@@ -57,11 +57,15 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise InvalidArgument(f"KV dtype {self.dtype!r} is not known: use one of {', '.join(sorted(DTYPE_BYTES))}")
+            raise InvalidArgument(
+                f"KV dtype {self.dtype!r} is not known: use one of {', '.join(sorted(DTYPE_BYTES))}"
+            )
         if len(self.groups) != 1:
             raise InvalidArgument(f"exactly one layer group is supported, not {len(self.groups)}")
         if self.slot_bytes > _MAX_SLOT_BYTES:
-            raise InvalidArgument(f"a block of {self.payload_bytes} bytes is too large: at most {_MAX_SLOT_BYTES}")
+            raise InvalidArgument(
+                f"a block of {self.payload_bytes} bytes is too large: at most {_MAX_SLOT_BYTES}"
+            )
 
     @property
     def block_tokens(self) -> int:

@@ -5,7 +5,7 @@
     hash_i = BLAKE2b-128 keyed with `key` over  hash_{i-1} (16 zero bytes for i = 0) ‖ tokens of block i, uint32 LE
 
 A keyed hash of 128 bits: without the key nobody can find collisions or test whether a prompt is cached (vLLM
-CVE-2025-25183; NDSS'25 prompt leakage through shared caches). Hashing is the one thing done per block: 1.4-1.6 µs.
+CVE-2025-25183; NDSS'25 prompt leakage through shared caches). Hashing is the one thing done per block: 0.8-1.6 µs.
 Test vectors: docs/protocol.md. Pure.
 """
 
@@ -33,11 +33,22 @@ __all__ = [
 KEY_BYTES = 32
 _ROOT = bytes(16)
 _MAX_PART_BYTES = 4096
+_MAX_TOKEN = 0xFFFFFFFF
 
 REQUIRED_PARTS = ("model", "weights", "dtype", "block_tokens", "groups")
 """Tags that every namespace states: model id; fingerprint of the weights (revision, sizes, sampled digest); element
 type of the KV; tokens a block; layer groups and head shapes."""
-OPTIONAL_PARTS = ("adapter", "architecture", "codec", "epoch", "quantization", "rope", "salt", "sharding", "tenant")
+OPTIONAL_PARTS = (
+    "adapter",
+    "architecture",
+    "codec",
+    "epoch",
+    "quantization",
+    "rope",
+    "salt",
+    "sharding",
+    "tenant",
+)
 """Tags that may be stated; an absent part and an empty part are different namespaces."""
 
 
@@ -52,12 +63,16 @@ def namespace_digest(parts: Mapping[str, bytes]) -> bytes:
         raise InvalidArgument(f"unknown namespace part {unknown[0]!r}: use one of {', '.join(sorted(known))}")
     missing = [tag for tag in REQUIRED_PARTS if not parts.get(tag)]
     if missing:
-        raise InvalidArgument(f"the namespace lacks its part {missing[0]!r}: without it two models could be taken for one")
+        raise InvalidArgument(
+            f"the namespace lacks its part {missing[0]!r}: without it two models could be taken for one"
+        )
     state = hashlib.blake2b(b"kvstore.namespace.1", digest_size=KEY_BYTES)
     for tag in sorted(parts):
         value = parts[tag]
         if len(value) > _MAX_PART_BYTES:
-            raise InvalidArgument(f"namespace part {tag!r} is {len(value)} bytes: at most {_MAX_PART_BYTES}; send a digest")
+            raise InvalidArgument(
+                f"namespace part {tag!r} is {len(value)} bytes: at most {_MAX_PART_BYTES}; send a digest"
+            )
         name = tag.encode()
         state.update(struct.pack("<II", len(name), len(value)) + name + value)
     return state.digest()
@@ -72,20 +87,33 @@ def hash_blocks(key: bytes, parent: bytes, token_ids: ArrayLike, block_tokens: i
     """Hashes of the full blocks of `token_ids` that follow `parent` (16 bytes; zeros at the root): [n, 2].
 
     O(tokens); one Python step a block. A last block that is not full has no hash.
+
+    Raises: InvalidArgument for a parent that is not 16 bytes, no tokens a block, or a token id that is no uint32.
     """
-    tokens = np.ascontiguousarray(token_ids, dtype="<u4")
-    count = len(tokens) // block_tokens
-    data = memoryview(tokens.tobytes())
+    if len(parent) != len(_ROOT) or block_tokens < 1:
+        raise InvalidArgument(f"a parent hash has {len(_ROOT)} bytes and a block at least one token")
+    tokens = _as_tokens(token_ids)
     step = 4 * block_tokens
-    out = bytearray(16 * count)
+    data = tokens.tobytes()[: len(tokens) // block_tokens * step]
+    keyed = hashlib.blake2b(
+        digest_size=len(_ROOT), key=key
+    ).copy  # skips the reading of arguments: 1.4 to 0.8 µs
+    out = []
     previous = parent
-    blake2b = hashlib.blake2b
-    for i in range(count):
-        state = blake2b(previous, digest_size=16, key=key)
-        state.update(data[i * step : (i + 1) * step])
+    for at in range(0, len(data), step):
+        state = keyed()
+        state.update(previous + data[at : at + step])
         previous = state.digest()
-        out[16 * i : 16 * i + 16] = previous
-    return np.frombuffer(bytes(out), dtype="<u8").reshape(-1, 2)
+        out.append(previous)
+    return np.frombuffer(b"".join(out), dtype="<u8").reshape(-1, 2)
+
+
+def _as_tokens(token_ids: ArrayLike) -> NDArray[np.uint32]:
+    """Little-endian uint32, contiguous. Casting alone would wrap: token 2**32 would be taken for token 0."""
+    given = np.asarray(token_ids)
+    if given.size and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() > _MAX_TOKEN):
+        raise InvalidArgument(f"token ids are integers between 0 and {_MAX_TOKEN}")
+    return np.ascontiguousarray(given, dtype="<u4").reshape(-1)
 
 
 class HashChain:
@@ -96,7 +124,9 @@ class HashChain:
 
     __slots__ = ("_buffer", "_count", "_key", "_rest", "block_tokens")
 
-    def __init__(self, key: bytes, block_tokens: int, token_ids: Sequence[int] | NDArray[np.integer] = ()) -> None:
+    def __init__(
+        self, key: bytes, block_tokens: int, token_ids: Sequence[int] | NDArray[np.integer] = ()
+    ) -> None:
         if len(key) != KEY_BYTES:
             raise InvalidArgument(f"the key of a hash chain is {KEY_BYTES} bytes, not {len(key)}")
         self._key = key
@@ -108,7 +138,7 @@ class HashChain:
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Appends tokens. O(new tokens), amortised."""
-        tokens = np.concatenate([self._rest, np.asarray(token_ids, dtype="<u4")])
+        tokens = np.concatenate([self._rest, _as_tokens(token_ids)])
         parent = self._buffer[self._count - 1].tobytes() if self._count else _ROOT
         new = hash_blocks(self._key, parent, tokens, self.block_tokens)
         needed = self._count + len(new)
@@ -125,8 +155,10 @@ class HashChain:
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
-        """[blocks, 2], a view that later extensions do not change."""
-        return self._buffer[: self._count]
+        """[blocks, 2], a read-only view that later extensions do not change."""
+        view = self._buffer[: self._count]
+        view.flags.writeable = False
+        return view
 
     @property
     def num_tokens(self) -> int:

@@ -15,8 +15,9 @@ from kvstore.layout import BUCKET_ENTRIES, NONE, Columns
 
 __all__ = ["Index"]
 
-_CONTIGUOUS_MIN = 64
-"""Below this run length the vector probe of everything is sooner than going on run by run."""
+_CONTIGUOUS_MIN = 512
+"""After a shorter run the vector probe of all the rest is sooner than going on run by run: 0.5-0.9 against 5.7 ms for
+4,096 blocks in runs of 64."""
 _TAG_SHIFT = np.uint64(32)
 
 
@@ -32,18 +33,14 @@ class Index:
     def clear(self) -> None:
         """Forgets everything. O(buckets)."""
         self._columns.rows.fill(NONE)
+        self._columns.tags.fill(0)
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Row of each hash, NONE where there is none: [n]. O(n), two cache misses a hash."""
-        found = np.full(len(hashes), NONE, dtype=np.uint32)
-        if not len(hashes):
-            return found
-        tags = (hashes[:, 1] >> _TAG_SHIFT).astype(np.uint32)
-        first = self._probe(hashes[:, 0] & self._mask, tags, hashes)
-        found[:] = first
-        rest = np.flatnonzero(first == NONE)
+        found = self._probe(hashes[:, 0], hashes)
+        rest = np.flatnonzero(found == NONE)
         if len(rest):
-            found[rest] = self._probe(hashes[rest, 1] & self._mask, tags[rest], hashes[rest])
+            found[rest] = self._probe(hashes[rest, 1], hashes[rest])
         return found
 
     def locate(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
@@ -53,20 +50,15 @@ class Index:
         """
         total = len(hashes)
         rows = np.full(total, NONE, dtype=np.uint32)
-        at = 0
-        while at < total:
+        at, run = 0, total
+        while at < total and run >= min(total, _CONTIGUOUS_MIN):
             row = int(self.find(hashes[at : at + 1])[0])
             if row == NONE:
                 break
-            stored = self._columns.hash[row : row + total - at]
-            same = (stored == hashes[at : at + len(stored)]).all(axis=1)
+            same = _equal(self._columns.hash[row : row + total - at], hashes[at:])
             run = len(same) if same.all() else int(same.argmin())
-            if not run:  # torn read: the row changed under a reader of another process
-                break
             rows[at : at + run] = np.arange(row, row + run, dtype=np.uint32)
             at += run
-            if run < _CONTIGUOUS_MIN:
-                break
         if at < total:
             rows[at:] = self.find(hashes[at:])
         return rows
@@ -78,7 +70,7 @@ class Index:
         O(n), a few rounds where several hashes of the batch choose one bucket.
         """
         done = np.zeros(len(hashes), dtype=np.bool_)
-        tags = (hashes[:, 1] >> _TAG_SHIFT).astype(np.uint32)
+        tags = _tags(hashes)
         buckets = np.stack([hashes[:, 0] & self._mask, hashes[:, 1] & self._mask], axis=1).astype(np.int64)
         todo = np.arange(len(hashes))
         while len(todo):
@@ -103,32 +95,41 @@ class Index:
             hit = self._columns.rows[bucket] == rows[:, None]
             n, entry = np.nonzero(hit)
             self._columns.rows[bucket[n], entry] = NONE
+            # Else each later look for a removed block would pay for what looks like a collision of tags.
+            self._columns.tags[bucket[n], entry] = 0
 
     def entries(self) -> NDArray[np.uint32]:
         """Every row that is entered, in no order. O(buckets)."""
         rows: NDArray[np.uint32] = self._columns.rows[self._columns.rows != NONE]
         return rows
 
-    def _probe(
-        self, buckets: NDArray[np.uint64], tags: NDArray[np.uint32], hashes: NDArray[np.uint64]
-    ) -> NDArray[np.uint32]:
-        """Row of each hash in the one bucket given for it."""
-        at = buckets.astype(np.int64)
-        hit = self._columns.tags[at] == tags[:, None]
+    def _probe(self, words: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """Row of each hash in the one bucket that its `words` element chooses."""
+        buckets = (words & self._mask).astype(np.int64)
+        hit = self._columns.tags[buckets] == _tags(hashes)[:, None]
         entry = hit.argmax(axis=1)
-        row = self._columns.rows[at, entry]
-        row = np.where(hit[np.arange(len(at)), entry], row, np.uint32(NONE))
-        inside = np.where(row < self._columns.shape.max_rows, row, 0)
-        right = (self._columns.hash[inside] == hashes).all(axis=1) & (row < self._columns.shape.max_rows)
-        missed = np.flatnonzero(hit.any(axis=1) & ~right)
-        found = np.where(right, row, np.uint32(NONE)).astype(np.uint32)
-        for i in missed:  # a stale tag of a removed entry, or a tag that collides: look at every entry
-            found[i] = self._scan(int(at[i]), hashes[i])
+        found = self._verified(self._columns.rows[buckets, entry], hashes)
+        # Two hashes of one tag in one bucket, once in 2^29 looks, or an entry that is being written: try all eight.
+        odd = np.flatnonzero((found == NONE) & hit[np.arange(len(hit)), entry])
+        for i in range(BUCKET_ENTRIES if len(odd) else 0):
+            other = self._verified(self._columns.rows[buckets[odd], i], hashes[odd])
+            found[odd] = np.minimum(found[odd], other)
         return found
 
-    def _scan(self, bucket: int, wanted: NDArray[np.uint64]) -> int:
-        for entry in range(BUCKET_ENTRIES):
-            row = int(self._columns.rows[bucket, entry])
-            if row < self._columns.shape.max_rows and bool((self._columns.hash[row] == wanted).all()):
-                return row
-        return NONE
+    def _verified(self, rows: NDArray[np.uint32], hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """The rows, NONE where a row does not hold that hash."""
+        inside = rows < self._columns.shape.max_rows
+        right = _equal(self._columns.hash[np.where(inside, rows, 0)], hashes) & inside
+        return np.where(right, rows, np.uint32(NONE))
+
+
+def _tags(hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """[n] bits of the hash that choose no bucket: one compare of an entry instead of a look at its row."""
+    return (hashes[:, 1] >> _TAG_SHIFT).astype(np.uint32)
+
+
+def _equal(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """[shorter] whether hashes are equal, both words (a reduction over an axis of two takes four times as long)."""
+    n = min(len(left), len(right))
+    same: NDArray[np.bool_] = (left[:n, 0] == right[:n, 0]) & (left[:n, 1] == right[:n, 1])
+    return same

@@ -35,7 +35,8 @@ def slots_sealed(columns: Columns, tier: Tier, slots: NDArray[np.uint32]) -> NDA
     """[n] whether each slot (NONE allowed) holds a complete block. O(n)."""
     words = columns.pool(tier).state
     known = slots < len(words)
-    return known & (states(words[np.where(known, slots, 0)]) == SlotState.SEALED)
+    sealed: NDArray[np.bool_] = known & (states(words[np.where(known, slots, 0)]) == SlotState.SEALED)
+    return sealed
 
 
 def match(
