@@ -11,16 +11,36 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InvalidArgument
 
-__all__ = ["COPY", "HASH_BYTES", "MOVE", "REPLY", "SEAL", "hashes_of", "records_of", "u32_of", "u64_of", "u8_of"]
+__all__ = [
+    "COPY",
+    "HASH_BYTES",
+    "MOVE",
+    "REPLY",
+    "SEAL",
+    "hashes_of",
+    "records_of",
+    "u8_of",
+    "u32_of",
+    "u64_of",
+]
 
 HASH_BYTES = 16
 
 SEAL = np.dtype(
-    [("slot", "<u4"), ("generation", "<u4"), ("namespace", "<u4"), ("depth", "<u4"), ("hash", "<u8", 2), ("parent", "<u8", 2)]
+    [
+        ("slot", "<u4"),
+        ("generation", "<u4"),
+        ("namespace", "<u4"),
+        ("depth", "<u4"),
+        ("hash", "<u8", 2),
+        ("parent", "<u8", 2),
+    ]
 )
 """48 bytes: an HBM slot whose block is complete (a DRAM slot where the session owns no HBM)."""
 
-COPY = np.dtype([("source", "<u4"), ("source_generation", "<u4"), ("target", "<u4"), ("target_generation", "<u4")])
+COPY = np.dtype(
+    [("source", "<u4"), ("source_generation", "<u4"), ("target", "<u4"), ("target_generation", "<u4")]
+)
 """16 bytes: a copy between tiers that has completed."""
 
 MOVE = np.dtype(
