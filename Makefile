@@ -45,6 +45,7 @@ endif
 
 $(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
 	$(BIN)/python proto/generate.py
+	@touch $@
 
 proto: $(GENERATED)  ## Generate kvstore/wire/v1 from proto/
 

@@ -9,7 +9,6 @@ is never edited.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,12 +48,25 @@ def _use_private_pool(module: Path) -> None:
     module.write_text(text.replace(_DEFAULT_POOL, _PRIVATE_POOL))
 
 
+def install(fresh: Path, target: Path) -> None:
+    """Puts the files of `fresh` into `target`: only what differs, so that a running build or test sees no gap."""
+    target.mkdir(parents=True, exist_ok=True)
+    wanted = {file.name: file.read_bytes() for file in fresh.iterdir()}
+    for name, content in wanted.items():
+        place = target / name
+        if not place.is_file() or place.read_bytes() != content:
+            partial = target / f".{name}.partial"
+            partial.write_bytes(content)
+            partial.replace(place)
+    for place in target.iterdir():
+        if place.is_file() and place.name not in wanted:
+            place.unlink()
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         compile_protos(ROOT, Path(scratch))
-        target = ROOT / TARGET
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(Path(scratch) / TARGET, target)
+        install(Path(scratch) / TARGET, ROOT / TARGET)
     print(f"generated {TARGET}/ from {', '.join(str(proto) for proto in PROTOS)}")
 
 
