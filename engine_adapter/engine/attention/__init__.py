@@ -1,0 +1,1 @@
+"""Paged attention: the contract in `base`, one backend a file."""

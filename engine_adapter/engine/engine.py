@@ -1,0 +1,254 @@
+"""The engine: requests in, tokens and text out, one step at a time.
+
+One thread calls everything. A step schedules, computes, samples, commits and tells the block manager; it never waits.
+`idle_wait` is for a step that had nothing to compute although requests wait.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import BlockManager, RequestId
+from engine_adapter.engine.attention.sdpa import SdpaAttention
+from engine_adapter.engine.attention.tiled import GRID_TOKENS, TiledAttention
+from engine_adapter.engine.detokenizer import Detokenizer
+from engine_adapter.engine.errors import InvalidRequest
+from engine_adapter.engine.kv_pool import view_pages
+from engine_adapter.engine.loader import LoadedModel
+from engine_adapter.engine.request import Chunk, FinishReason, Request
+from engine_adapter.engine.runner import FlatRunner, Runner, TiledRunner
+from engine_adapter.engine.sampler import SamplingParams, sample
+from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
+from engine_adapter.engine.settings import EngineSettings
+
+__all__ = ["Completion", "Engine", "Output", "RequestStats"]
+
+_IDLE_WAIT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """Of one request. Times in seconds: `ttft_s` from acceptance to the first token, `total_s` to the last.
+
+    `tokens_per_s` counts the tokens after the first; 0 where there are none. Cached tokens are those of the request's
+    first admission.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: Mapping[str, int]
+    generated_tokens: int
+    preemptions: int
+    ttft_s: float
+    total_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a step added to one request; with `finish` set it is the last, and `stats` are there."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer, for callers that do not stream."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    stats: RequestStats
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request and what the engine keeps beside it."""
+
+    request: Request
+    params: SamplingParams
+    detokenizer: Detokenizer
+    accepted_at: float
+    first_token_at: float | None = field(default=None)
+
+
+class Engine:
+    """Runs one model over one block manager."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        blocks: BlockManager,
+        settings: EngineSettings,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """ValueError when the manager's pages do not fit the model, or do not nest with the deterministic grid."""
+        self.loaded = loaded
+        self._blocks = blocks
+        self._clock = clock
+        pages = blocks.kv_pages()
+        pool = view_pages(pages, loaded.config, blocks.block_tokens, loaded.model.dtype)
+        self._max_tokens = min(loaded.max_tokens, len(pages) * blocks.block_tokens)
+        self._runner: Runner = (
+            TiledRunner(loaded.model, TiledAttention(pool))
+            if settings.deterministic
+            else FlatRunner(loaded.model, SdpaAttention(pool))
+        )
+        grid = GRID_TOKENS if settings.deterministic else 1
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch_tokens=max(settings.chunk_tokens, grid) + settings.max_running,
+                max_running=settings.max_running,
+                max_waiting=settings.max_waiting,
+                grid_tokens=grid,
+            ),
+            blocks,
+        )
+        self._live: dict[RequestId, _Live] = {}
+        self._numbers = itertools.count()
+        self._idle = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._live)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest request, prompt and answer, that model and pool allow."""
+        return self._max_tokens
+
+    def add_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: RequestId | None = None
+    ) -> RequestId:
+        """Accept a request; its clock starts. Text is taken as it is (see `TextTokenizer.encode_chat` for chats).
+
+        InvalidRequest: empty, too long, out of the vocabulary, a live id, or too many waiting. An answer that would
+        pass the longest request is cut short there.
+        """
+        accepted_at = self._clock()
+        tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._check_prompt(tokens)
+        if request_id is None:
+            request_id = RequestId(f"request-{next(self._numbers)}")
+        if request_id in self._live:
+            raise InvalidRequest(f"request {request_id!r} is running already")
+        request = Request(id=request_id, tokens=tokens, num_prompt=len(tokens))
+        if not self._scheduler.add(request):
+            raise InvalidRequest("too many requests are waiting: try again later")
+        self._live[request_id] = _Live(
+            request, params, Detokenizer(self.loaded.tokenizer.decode), accepted_at
+        )
+        return request_id
+
+    def _check_prompt(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise InvalidRequest("the prompt is empty")
+        if len(tokens) >= self._max_tokens:
+            raise InvalidRequest(f"the prompt has {len(tokens)} tokens, at most {self._max_tokens - 1} fit")
+        ids = np.asarray(tokens)
+        if ids.min() < 0 or ids.max() >= self.loaded.config.vocab_size:
+            raise InvalidRequest(f"token ids must be between 0 and {self.loaded.config.vocab_size - 1}")
+
+    def abort(self, request_id: RequestId) -> Output | None:
+        """End a request now and give its pages back; its last output. None when it is not running (any more)."""
+        live = self._live.get(request_id)
+        return None if live is None else self._finish(live, (), FinishReason.ABORTED)
+
+    def step(self) -> list[Output]:
+        """Compute one step; what came out of it. Empty when nothing could run: see `idle_wait`."""
+        chunks = self._scheduler.schedule()
+        outputs = self._compute(chunks) if chunks else []
+        self._blocks.end_step()
+        self._idle = not chunks
+        return outputs
+
+    def idle_wait(self, timeout_s: float = _IDLE_WAIT_S) -> None:
+        """Sleep until the block manager may admit somebody, when the last step computed nothing; else return at once."""
+        if self._idle:
+            self._blocks.wait(timeout_s)
+
+    def _compute(self, chunks: list[Chunk]) -> list[Output]:
+        tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
+        logits = self._runner.run(chunks, tables)
+        self._scheduler.complete(chunks)
+        sampling = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
+        chosen = sample(
+            logits, [live.params for live in sampling], [live.request.num_generated for live in sampling]
+        )
+        return [self._accept(live, token) for live, token in zip(sampling, chosen, strict=True)]
+
+    def _accept(self, live: _Live, token: int) -> Output:
+        """Take a chosen token; an end-of-turn token ends the request and is not part of its answer."""
+        if live.first_token_at is None:
+            live.first_token_at = self._clock()
+        request = live.request
+        if token in self.loaded.config.eos_token_ids and not live.params.ignore_eos:
+            return self._finish(live, (), FinishReason.STOP)
+        request.tokens.append(token)
+        if request.num_generated >= live.params.max_new_tokens or len(request.tokens) >= self._max_tokens:
+            return self._finish(live, (token,), FinishReason.LENGTH)
+        return Output(request_id=request.id, token_ids=(token,), text=live.detokenizer.push((token,)))
+
+    def _finish(self, live: _Live, token_ids: tuple[int, ...], reason: FinishReason) -> Output:
+        del self._live[live.request.id]
+        self._scheduler.remove(live.request)
+        text = live.detokenizer.push(token_ids) + live.detokenizer.flush()
+        return Output(
+            request_id=live.request.id, token_ids=token_ids, text=text, finish=reason, stats=self._stats(live)
+        )
+
+    def _stats(self, live: _Live) -> RequestStats:
+        now, request, admission = self._clock(), live.request, live.request.admission
+        first = now if live.first_token_at is None else live.first_token_at
+        later = request.num_generated - 1
+        return RequestStats(
+            prompt_tokens=request.num_prompt,
+            cached_tokens=admission.cached_tokens if admission else 0,
+            cached_by_tier=dict(admission.cached_by_tier) if admission else {},
+            generated_tokens=request.num_generated,
+            preemptions=request.num_preemptions,
+            ttft_s=first - live.accepted_at,
+            total_s=now - live.accepted_at,
+            tokens_per_s=later / (now - first) if later > 0 and now > first else 0.0,
+        )
+
+    def run(self) -> Iterator[Output]:
+        """Step until no request is left, waiting where nothing can run."""
+        while self._live:
+            yield from self.step()
+            self.idle_wait()
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
+        """Answer `prompts` together; answers in their order. Only when no other request is live."""
+        if self._live:
+            raise InvalidRequest("generate needs an engine without other requests")
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        parts: dict[RequestId, list[Output]] = {request_id: [] for request_id in ids}
+        for output in self.run():
+            parts[output.request_id].append(output)
+        return [_join(parts[request_id]) for request_id in ids]
+
+    def stats(self) -> SchedulerStats:
+        """Queue lengths and preemptions."""
+        return self._scheduler.stats()
+
+
+def _join(outputs: list[Output]) -> Completion:
+    last = outputs[-1]
+    assert last.finish is not None
+    assert last.stats is not None
+    return Completion(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        finish=last.finish,
+        stats=last.stats,
+    )

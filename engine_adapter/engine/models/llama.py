@@ -1,0 +1,73 @@
+"""The Llama family: RMSNorm, rope, grouped-query attention, SwiGLU; in plain torch functional operations.
+
+A forward pass takes a flat batch of rows (tokens of any mix of requests) and is the same for prefill and decode; only
+the attention it is given knows which rows belong together.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_adapter.engine.attention.base import StepAttention
+from engine_adapter.engine.config import ModelConfig
+from engine_adapter.engine.rope import RopeTable, make_rope_table, rotate
+from engine_adapter.engine.weights import LayerWeights, ModelWeights
+
+__all__ = ["Llama"]
+
+
+class Llama:
+    """A decoder. Thread-safe: a forward pass changes nothing but the KV pages that its attention writes."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_tokens: int) -> None:
+        """`max_tokens` bounds positions: the rope table has so many rows."""
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self._weights = weights
+        self._rope: RopeTable = make_rope_table(
+            config.rope, config.head_dim, max_tokens, weights.rope_factors, self.dtype
+        )
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """Hidden states before the last norm, `[rows, hidden]`, of `token_ids` and `positions` `[rows]` (int64).
+
+        Writes the rows' KV through `attention`.
+        """
+        cos, sin = self._rope.cos[positions].unsqueeze(1), self._rope.sin[positions].unsqueeze(1)
+        hidden = F.embedding(token_ids, self._weights.embedding)
+        for index, layer in enumerate(self._weights.layers):
+            hidden = hidden + self._attend(index, layer, hidden, cos, sin, attention)
+            hidden = hidden + self._mlp(layer, hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[rows, vocab]` of hidden states `[rows, hidden]`."""
+        return F.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: StepAttention,
+    ) -> Tensor:
+        c, rows = self.config, hidden.shape[0]
+        qkv = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        query, key, value = qkv.view(rows, -1, c.head_dim).split(
+            (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1
+        )
+        attention.write(index, rotate(key, cos, sin), value)
+        mixed = attention.attend(index, rotate(query, cos, sin))  # [rows, num_heads, head_dim]
+        return F.linear(mixed.reshape(rows, -1), layer.out, layer.out_bias)
+
+    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        gate_up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)

@@ -1,0 +1,84 @@
+"""A block manager without a cache, in process memory: the twin for tests, and what `--no-cache` runs on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import Admission, RequestId
+
+__all__ = ["PlainBlockManager"]
+
+
+@dataclass(slots=True)
+class _Table:
+    pages: NDArray[np.int32]
+    used: int
+
+
+class PlainBlockManager:
+    """Pages from a free stack; nothing is ever cached. Implements `engine_adapter.base.BlockManager`."""
+
+    def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._pages = np.zeros((num_pages, page_bytes), np.uint8)
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_pages
+        self._tables: dict[RequestId, _Table] = {}
+
+    def kv_pages(self) -> NDArray[np.uint8]:
+        return self._pages
+
+    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+        pass  # nothing to prefetch
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        if request in self._tables:
+            raise ValueError(f"request {request} is admitted already")
+        self._tables[request] = _Table(np.empty(0, np.int32), 0)
+        if not self.reserve(request, num_tokens):
+            del self._tables[request]
+            return None
+        return Admission(cached_tokens=0, cached_by_tier={})
+
+    def pages(self, request: RequestId) -> NDArray[np.int32]:
+        table = self._tables[request]
+        return table.pages[: table.used]
+
+    def reserve(self, request: RequestId, num_tokens: int) -> bool:
+        table = self._tables[request]
+        more = -(-num_tokens // self.block_tokens) - table.used
+        if more <= 0:
+            return True
+        if more > self._num_free:
+            return False
+        if table.used + more > len(table.pages):  # doubled, so that growing by one page is O(1) on average
+            grown = np.empty(max(table.used + more, 2 * len(table.pages)), np.int32)
+            grown[: table.used] = table.pages[: table.used]
+            table.pages = grown
+        self._num_free -= more
+        table.pages[table.used : table.used + more] = self._free[self._num_free : self._num_free + more][::-1]
+        table.used += more
+        return True
+
+    def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        pass  # nothing is shared
+
+    def release(self, request: RequestId) -> None:
+        table = self._tables.pop(request, None)
+        if table is not None:
+            self._free[self._num_free : self._num_free + table.used] = table.pages[: table.used]
+            self._num_free += table.used
+
+    def end_step(self) -> None:
+        pass  # nobody to tell
+
+    def wait(self, timeout_s: float) -> None:
+        pass  # an answer changes only by the engine's own releases
+
+    def check_integrity(self) -> None:
+        """Every page is free or in exactly one table; AssertionError otherwise. O(num_pages)."""
+        held = [table.pages[: table.used] for table in self._tables.values()]
+        everything = np.concatenate([self._free[: self._num_free], *held])
+        assert np.array_equal(np.sort(everything), np.arange(len(self._pages)))

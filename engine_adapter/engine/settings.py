@@ -1,0 +1,28 @@
+"""Settings of an engine: one frozen record, validated where it is made. Imports no torch."""
+
+from dataclasses import dataclass
+
+__all__ = ["EngineSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """`deterministic` makes a token's logits bitwise equal cold, behind any cached prefix and in any company.
+
+    `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt
+    and answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
+    (deterministic mode compares equal only under equal thread counts).
+    """
+
+    deterministic: bool = False
+    chunk_tokens: int = 512
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_tokens: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "max_running", "max_waiting", "max_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
