@@ -1,0 +1,40 @@
+"""What the documents say is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvstore.settings import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_configuration_page_lists_every_setting_with_its_default() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    documented = dict(re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", text, re.MULTILINE))
+    settings = {item.key: item for item in resolve(flags={}, environ={}, uid=0).settings}
+    assert list(documented) == list(settings)
+    for key, shown in documented.items():
+        text = settings[key].text
+        if key == "socket":
+            continue
+        assert shown == (f"`{text}`" if text else "none" if key == "nvme" else "not set"), key
+
+
+def test_the_example_of_the_configuration_page_is_valid() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert example
+    config = resolve(flags={}, environ={}, uid=0, file=example[1]).config
+    assert len(config.serve.nvme) == 2
+    assert config.worker.model == "/models/Llama-3.2-1B-Instruct"
+
+
+def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / ".ci/run"):
+        named = set(re.findall(r"`make ([a-z-]+)", document.read_text())) | set(
+            re.findall(r"\" make ([a-z-]+)", document.read_text())
+        )
+        assert named <= targets, f"{document.name} names {sorted(named - targets)}"
