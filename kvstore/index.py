@@ -11,13 +11,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.layout import BUCKET_ENTRIES, NONE, Columns
+from kvstore.layout import BUCKET_ENTRIES, NONE, Columns, State
 
 __all__ = ["Index"]
 
 _CONTIGUOUS_MIN = 512
 """After a shorter run the vector probe of all the rest is sooner than going on run by run: 0.5-0.9 against 5.7 ms for
 4,096 blocks in runs of 64."""
+_STATE_MASK = np.uint64(0xFF)
 _TAG_SHIFT = np.uint64(32)
 
 
@@ -46,7 +47,7 @@ class Index:
     def locate(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """As `find`, for a chain: its rows tend to be contiguous, so compare runs before probing. O(n).
 
-        Measured: 0.12-0.20 ms for 4,096 blocks where `find` takes 0.8-2.5.
+        Expects the row of a removed hash to be FREE. Measured: 0.12-0.20 ms for 4,096 blocks where `find` takes 0.8-2.5.
         """
         total = len(hashes)
         rows = np.full(total, NONE, dtype=np.uint32)
@@ -55,7 +56,11 @@ class Index:
             row = int(self.find(hashes[at : at + 1])[0])
             if row == NONE:
                 break
-            same = _equal(self._columns.hash[row : row + total - at], hashes[at:])
+            end = row + total - at
+            same = _equal(self._columns.hash[row:end], hashes[at:])
+            same &= (
+                self._columns.state[row:end] & _STATE_MASK != State.FREE
+            )  # left the index, its hash is still there
             run = len(same) if same.all() else int(same.argmin())
             rows[at : at + run] = np.arange(row, row + run, dtype=np.uint32)
             at += run
