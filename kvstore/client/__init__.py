@@ -1,0 +1,28 @@
+"""The client: `connect()` → `Client.attach()` → `Session`.
+
+Thread contract: one engine thread calls a session's methods; copiers may call `step`, `share_*`, `drop_*`, `take_*` and
+`notify` from theirs. Nothing but `open_namespace`, `result`, `wait` and `close` waits.
+"""
+
+from kvstore.client.connect import Client, connect
+from kvstore.client.credit import SlotRun
+from kvstore.client.events import Changed, Event, Lost, SealResult
+from kvstore.client.grant import PendingGrant
+from kvstore.client.session import DeviceSpec, Namespace, Session
+from kvstore.client.state import Listener, Targets
+
+__all__ = [
+    "Changed",
+    "Client",
+    "DeviceSpec",
+    "Event",
+    "Listener",
+    "Lost",
+    "Namespace",
+    "PendingGrant",
+    "SealResult",
+    "Session",
+    "SlotRun",
+    "Targets",
+    "connect",
+]

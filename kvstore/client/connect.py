@@ -1,0 +1,90 @@
+"""Finding the daemon: the socket's path, and the client that sessions come from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvstore.client.rpc import Rpc
+from kvstore.client.session import DeviceSpec, Session
+from kvstore.client.state import Targets
+from kvstore.config import default_socket
+from kvstore.errors import InvalidArgument
+from kvstore.geometry import Geometry
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Client", "connect"]
+
+_MAX_PATH_BYTES = 103  # of a unix socket, with room for the suffix of the descriptor socket
+
+
+class Client:
+    """One daemon. Sessions and calls; safe to use from any thread."""
+
+    def __init__(self, socket: str, timeout_s: float) -> None:
+        self._rpc = Rpc(socket)
+        self._timeout_s = timeout_s
+
+    def attach(
+        self,
+        name: str,
+        geometry: Geometry,
+        device: DeviceSpec | None = None,
+        *,
+        targets: Targets | None = None,
+    ) -> Session:
+        """Attaches an engine. `name` is shown to people; `device`: its owned HBM, None for none.
+
+        Raises: Unavailable, ResourceExhausted (sessions, slots), InvalidArgument, Unimplemented.
+        """
+        return Session(self._rpc, name, geometry, device, targets or Targets(), self._timeout_s)
+
+    def describe(self) -> pb.DescribeReply:
+        """Version, boot epoch, process ids and configuration of the daemon."""
+        reply: pb.DescribeReply = self.call("Describe", pb.DescribeRequest())
+        return reply
+
+    def stats(self) -> pb.StatsReply:
+        """Gauges and counters."""
+        reply: pb.StatsReply = self.call("Stats", pb.StatsRequest())
+        return reply
+
+    def flush(self, deadline_s: float = 30.0) -> pb.FlushReply:
+        """Returns when every block that is in DRAM now is durable on disk, or at the deadline."""
+        request = pb.FlushRequest(deadline_ms=int(deadline_s * 1000))
+        reply: pb.FlushReply = self._rpc.call("Flush", request, deadline_s + self._timeout_s)
+        return reply
+
+    def call(
+        self, method: str, request: Any, *, service: str = "kvstore", timeout_s: float | None = None
+    ) -> Any:
+        """Any unary call of the protocol; `service` is "kvstore" or "admin". Raises: the error of its status."""
+        return self._rpc.call(method, request, timeout_s or self._timeout_s, service=service)
+
+    def close(self) -> None:
+        """Ends every call; sessions are closed before."""
+        self._rpc.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(socket: str | Path | None = None, *, timeout_s: float = 5.0) -> Client:
+    """The client of the daemon that listens on `socket` (None: where `kvstore serve` listens by default).
+
+    Returns at once: the first call finds out whether anybody is there (Unavailable). `timeout_s` bounds unary calls.
+    Raises: InvalidArgument for a path that is too long for a unix socket.
+    """
+    path = str(socket) if socket is not None else default_socket(os.environ, os.getuid())
+    if len(path.encode()) > _MAX_PATH_BYTES:
+        raise InvalidArgument(
+            f"the socket's path is {len(path.encode())} bytes, at most {_MAX_PATH_BYTES}: {path}"
+        )
+    return Client(path, timeout_s)

@@ -1,0 +1,166 @@
+"""The memory that a session maps: the shared tables read-only, DRAM extents, and the HBM pages in one range.
+
+Owns slot ↔ address ↔ page. A page is a position in this process's range of HBM, in the order in which its extents were
+mapped, so the engine sees one strided array; slots are the store's numbers. DRAM extents come and change their slot
+class while the session lives, so DRAM addresses are computed from the shared extents table; a slot that is held keeps
+its extent as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidArgument
+from kvstore.index import Index
+from kvstore.layout import Columns, Tier, open_columns, read_shape
+from tiers.dram import DramTier
+from tiers.twin import TwinTier
+
+__all__ = ["DramMemory", "HbmMemory", "SharedTables"]
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+
+class SharedTables:
+    """The daemon's tables, mapped read-only."""
+
+    __slots__ = ("_map", "columns", "index")
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps `fd`, which stays the caller's. Raises: FailedPrecondition for tables of another version."""
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        view = memoryview(self._map)
+        self.columns: Columns = open_columns(view, read_shape(view))
+        self.index = Index(self.columns)
+
+
+class DramMemory:
+    """DRAM extents that this process maps, by their line in the extents table. One thread maps; any thread reads."""
+
+    __slots__ = ("_columns", "_mapped", "_tier")
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._tier = DramTier()
+        self._mapped = np.zeros(columns.shape.max_extents, dtype=np.bool_)
+
+    def add(self, extent: int, fd: int, nbytes: int) -> None:
+        """Maps an extent; one that is mapped already is left alone. `fd` becomes ours."""
+        if self._mapped[extent]:
+            os.close(fd)
+            return
+        self._tier.adopt(extent, fd, nbytes)
+        self._mapped[extent] = True
+
+    def remove(self, extent: int) -> None:
+        """Unmaps an extent that left the store: nobody holds a slot of it any more."""
+        if self._mapped[extent]:
+            self._mapped[extent] = False
+            self._tier.drop(extent)
+
+    def close(self) -> None:
+        """Unmaps everything."""
+        self._mapped.fill(False)
+        self._tier.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes mapped."""
+        return sum(self._tier.extents().values())
+
+    def mapped(self, slots: U32) -> bool:
+        """Whether this process can reach all of these slots. O(n)."""
+        return bool(self._mapped[self._columns.pool(Tier.DRAM).extent[slots]].all())
+
+    def address_of(self, slots: U32) -> U64:
+        """[n] addresses of slots that the session holds. Raises: NotFound where one is not mapped. O(n)."""
+        extents = self._columns.pool(Tier.DRAM).extent[slots]
+        within = (slots - self._columns.extent_slot_base[extents]).astype(np.uint64)
+        return self._tier.addresses(extents, within * self._columns.extent_slot_bytes[extents])
+
+    def view(self, slot: int) -> U8:
+        """The bytes of one slot, `[slot_bytes]`, shared. Raises: NotFound where it is not mapped."""
+        extent = int(self._columns.pool(Tier.DRAM).extent[slot])
+        slot_bytes = int(self._columns.extent_slot_bytes[extent])
+        start = (slot - int(self._columns.extent_slot_base[extent])) * slot_bytes
+        whole = np.frombuffer(self._tier.view(extent), dtype=np.uint8)
+        return whole[start : start + slot_bytes]
+
+
+class HbmMemory:
+    """The HBM pages of this process: extents of one device and slot class, mapped in a row."""
+
+    __slots__ = ("_page_of", "_slot_of", "_tier", "pages", "slot_bytes")
+
+    def __init__(self, *, slots: int, slot_bytes: int, capacity_bytes: int) -> None:
+        """`slots`: of the store's HBM pool; `capacity_bytes`: most that `add` will map."""
+        self.slot_bytes = slot_bytes
+        self.pages: U8 = np.empty((0, slot_bytes), dtype=np.uint8)
+        self._tier = TwinTier(capacity_bytes)
+        self._page_of = np.full(slots, -1, dtype=np.int32)
+        self._slot_of: U32 = np.empty(0, dtype=np.uint32)
+
+    def add(self, *, extent: int, fd: int, nbytes: int, slot_base: int, slots: int) -> None:
+        """Maps an extent behind the others, before the engine gets `pages`. `fd` becomes ours."""
+        if nbytes != slots * self.slot_bytes:
+            os.close(fd)
+            raise InvalidArgument("an HBM extent is a whole number of slots")
+        self._tier.adopt(extent, fd, nbytes)
+        first = self._tier.offset(extent) // self.slot_bytes
+        new = np.arange(slot_base, slot_base + slots, dtype=np.uint32)
+        self._page_of[new] = np.arange(first, first + slots, dtype=np.int32)
+        self._slot_of = np.concatenate([self._slot_of, new])
+
+    def finish(self) -> None:
+        """The first set is mapped: `pages` becomes one array of it, and stays that array."""
+        total = len(self._slot_of) * self.slot_bytes
+        memory = (ctypes.c_uint8 * total).from_address(self._tier.base)
+        self.pages = np.ctypeslib.as_array(memory).reshape(-1, self.slot_bytes)
+
+    def reset(self, slots: int) -> None:
+        """Unmaps every extent and keeps the range: other extents come into the same place. `pages` stays valid then."""
+        for extent in self._tier.extents():
+            self._tier.drop(extent)
+        self._page_of = np.full(slots, -1, dtype=np.int32)
+        self._slot_of = np.empty(0, dtype=np.uint32)
+
+    def close(self) -> None:
+        """Unmaps everything; views of `pages` must be gone."""
+        self._tier.close()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that can be used."""
+        return len(self._slot_of)
+
+    def mapped(self, slots: U32) -> bool:
+        """Whether this process can reach all of these slots. O(n)."""
+        return bool((slots < len(self._page_of)).all()) and bool((self._page_of[slots] >= 0).all())
+
+    def page_of(self, slots: U32) -> NDArray[np.int32]:
+        """[n] page of each slot. O(n)."""
+        pages: NDArray[np.int32] = self._page_of[slots]
+        return pages
+
+    def slot_of(self, pages: NDArray[np.integer]) -> U32:
+        """[n] slot of each page. O(n)."""
+        slots: U32 = self._slot_of[pages]
+        return slots
+
+    def address_of(self, slots: U32) -> U64:
+        """[n] addresses of these slots. O(n)."""
+        pages = self._page_of[slots].astype(np.uint64)
+        addresses: U64 = np.uint64(self._tier.base) + pages * np.uint64(self.slot_bytes)
+        return addresses
+
+    def view(self, slot: int) -> U8:
+        """The bytes of one slot, `[slot_bytes]`, shared."""
+        page: U8 = self.pages[int(self._page_of[slot])]
+        return page

@@ -1,0 +1,417 @@
+"""The state of one session in this process, under one lock: what it holds, what it sends, what it was told.
+
+The engine's thread, the copier's and the stream's all come here; every method is short and none waits for the daemon.
+A slot is given back when its last local user lets go; a release is decided at the moment its message is written, with
+the newest grant applied, so it can never undo a grant that was read before (`seen` covers those that were not).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.credit import HeldSlots, SlotRun
+from kvstore.client.events import Changed, Event, Lost, SealResult
+from kvstore.client.grant import PendingGrant, given
+from kvstore.client.outbox import Cancel, Outbox, Prefetch, Step, StepBuffer
+from kvstore.errors import Aborted, KvstoreError, ResourceExhausted, Unavailable, from_grpc_code
+from kvstore.layout import TableShape
+from kvstore.moves import Grant, Slots
+from kvstore.wire.packed import u8_of, u32_of
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Listener", "SessionState", "Statement", "Targets"]
+
+_LOG = logging.getLogger("kvstore.client")
+_MAX_QUEUED = 8192
+_MAX_EVENTS = 65536
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Slots that a session likes to have in hand; it asks again below half."""
+
+    credit: int = 64
+    room: int = 256
+    breaker_s: float = 1.0
+    """An acquire unanswered, or a daemon away, for this long makes the session unavailable: "no cache"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What a resume says is held."""
+
+    hbm: SlotRun
+    dram: SlotRun
+
+
+class Listener:
+    """Called on the stream's thread, without the lock; must not wait. The base does nothing."""
+
+    def sealed(self, result: SealResult) -> None:
+        """Seals were answered; their slots keep a local reference until this returns."""
+
+    def room(self) -> None:
+        """Slots to fill have come."""
+
+
+class SessionState:
+    """See the module. `on_work` wakes whoever composes messages; `wait` is for the engine when it is idle."""
+
+    def __init__(self, shape: TableShape, max_message_blocks: int, targets: Targets) -> None:
+        self.lock = threading.Lock()
+        self.sendable = threading.Condition(self.lock)
+        self.news = threading.Condition(self.lock)
+        self.hbm = HeldSlots(shape.hbm_slots)
+        self.dram = HeldSlots(shape.dram_slots)
+        self.listener = Listener()
+        self.max_message_blocks = max_message_blocks
+        self.sent_messages = 0
+        self._targets = targets
+        self._outbox = Outbox(self._compose)
+        self._buffer = StepBuffer()
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._fresh_news = False
+        self._wanting = [False, False]
+        self._asked = (0, 0)
+        self._seen = 0
+        self._stream = 0  # number of the stream that may take messages; 0: none
+        self._streams = 0
+        self._away_since: float | None = time.monotonic()
+
+    # ------------------------------------------------------------ the engine's side
+
+    def acquire(self, grant: PendingGrant) -> None:
+        """Queues an acquire; fails it at once while the session is unavailable."""
+        with self.lock:
+            if not self._available(time.monotonic()):
+                grant.fail(Unavailable("the daemon is away or does not answer", retry_after_s=0.1))
+            elif len(self._outbox) >= _MAX_QUEUED:
+                grant.fail(ResourceExhausted("too many messages wait for the daemon", retry_after_s=0.1))
+            else:
+                self._outbox.put(grant)
+                self.sendable.notify()
+
+    def abandon(self, grant: PendingGrant) -> None:
+        """See PendingGrant.abandon."""
+        with self.lock:
+            if grant.abandoned:
+                return
+            grant.abandoned = True
+            if grant.done() and grant.error is None:
+                self._drop_grant(grant.result(0))
+
+    def put(self, item: Prefetch | Cancel) -> None:
+        """Queues a message; it is let go of where too many wait, since both kinds are hints."""
+        with self.lock:
+            if len(self._outbox) < _MAX_QUEUED:
+                self._outbox.put(item)
+                self.sendable.notify()
+
+    def step(
+        self,
+        *,
+        seals: NDArray[np.void] | None,
+        loads: NDArray[np.void] | None,
+        stores: NDArray[np.void] | None,
+    ) -> None:
+        """Adds to the next step, which leaves as soon as there is anything to say."""
+        with self.lock:
+            for part, buffer in (
+                (seals, self._buffer.seals),
+                (loads, self._buffer.loads),
+                (stores, self._buffer.stores),
+            ):
+                if part is not None and len(part):
+                    buffer.append(part)
+            if seals is not None and len(seals):
+                self.hbm.share(seals["slot"])  # until answered: a slot is never released under its seal
+            if self._buffer or self.hbm.leaving or self.dram.leaving or self._wants() != self._asked:
+                self._outbox.step_due()
+                self.sendable.notify()
+
+    def take_credit(self, count: int) -> SlotRun | None:
+        """See Session.take_credit."""
+        with self.lock:
+            return self.hbm.take(count)
+
+    def take_room(self, count: int) -> SlotRun | None:
+        """See Session.take_room."""
+        with self.lock:
+            return self.dram.take(count)
+
+    def share(self, pool: HeldSlots, slots: NDArray[np.uint32]) -> None:
+        """One more local user of these slots."""
+        with self.lock:
+            pool.share(slots)
+
+    def drop(self, pool: HeldSlots, slots: NDArray[np.uint32]) -> None:
+        """One local user lets go of these slots; the next step names those that nobody uses."""
+        with self.lock:
+            pool.drop(slots)
+
+    def poll(self) -> list[Event]:
+        """Events since the last call."""
+        with self.lock:
+            self._fresh_news = False
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until there is news that `poll` has not seen; False: the time is over."""
+        with self.lock:
+            return self.news.wait_for(lambda: self._fresh_news, timeout_s)
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Sleeps until `ready()`; asked again at every news."""
+        with self.lock:
+            return self.news.wait_for(ready, timeout_s)
+
+    def notify(self) -> None:
+        """Somebody else (the copier) has news for whoever waits."""
+        with self.lock:
+            self._announce()
+
+    @property
+    def available(self) -> bool:
+        """False: the daemon is away or does not answer; an engine goes on as if there were no cache."""
+        with self.lock:
+            return self._available(time.monotonic())
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is open."""
+        return self._stream != 0
+
+    # ------------------------------------------------------------ the stream's side
+
+    def next_message(self, stream: int) -> pb.ClientMessage | None:
+        """Waits for the next message of this stream; None when the stream is no longer the current one."""
+        with self.lock:
+            while self._stream == stream:
+                message = self._outbox.next(time.monotonic(), self._seen)
+                if message is not None:
+                    self.sent_messages += 1
+                    return message
+                self.sendable.wait()
+            return None
+
+    def open_stream(self) -> int:
+        """A stream begins: what was not answered is sent again on it. Returns its number."""
+        with self.lock:
+            self._seen = 0
+            self._outbox.rewind(self.hbm.held, self.dram.held)
+            self._streams += 1
+            self._stream = self._streams
+            self._away_since = None
+            self._asked = (0, 0)
+            if self._buffer or self.hbm.leaving or self.dram.leaving or self._wants() != self._asked:
+                self._outbox.step_due()
+            self._announce()
+            return self._stream
+
+    def close_stream(self) -> None:
+        """The stream is gone; messages wait."""
+        with self.lock:
+            if self._stream:
+                self._away_since = time.monotonic()
+            self._stream = 0
+            self.sendable.notify_all()
+            self._announce()
+
+    def statement(self) -> Statement:
+        """What a resume says is held. No stream is open."""
+        with self.lock:
+            hbm, dram = self._outbox.unanswered_releases()
+            return Statement(hbm=self.hbm.statement(hbm), dram=self.dram.statement(dram))
+
+    def lose(self, hbm: NDArray[np.uint32], dram: NDArray[np.uint32]) -> None:
+        """The daemon does not hold these for the session."""
+        with self.lock:
+            lost = Lost(hbm_slots=self.hbm.lose(hbm), dram_slots=self.dram.lose(dram))
+            if len(lost.hbm_slots) or len(lost.dram_slots):
+                self._events.append(lost)
+                self._announce()
+
+    def forget(self, why: str) -> None:
+        """The session is unknown to the daemon: everything is lost, every pending grant fails."""
+        with self.lock:
+            for item in self._outbox.forget():
+                if isinstance(item, PendingGrant):
+                    item.fail(Aborted(why, retry_after_s=0.1))
+                elif isinstance(item, Step):
+                    self.hbm.drop(item.seals["slot"])
+            for seals in self._buffer.seals:
+                self.hbm.drop(seals["slot"])
+            self._buffer = StepBuffer()
+            every = np.flatnonzero(self.hbm.held).astype(np.uint32), np.flatnonzero(self.dram.held)
+            lost = Lost(
+                hbm_slots=self.hbm.lose(every[0]), dram_slots=self.dram.lose(every[1].astype(np.uint32))
+            )
+            self._events.append(lost)
+            self._announce()
+
+    def idle(self) -> bool:
+        """Whether no local user has any slot: then another session may take this one's place."""
+        with self.lock:
+            return not self.hbm.references.any() and not self.dram.references.any()
+
+    def renew(self, shape: TableShape, max_message_blocks: int) -> None:
+        """Another session takes this one's place; nothing is in use."""
+        with self.lock:
+            self.hbm.__init__(shape.hbm_slots)  # type: ignore[misc]
+            self.dram.__init__(shape.dram_slots)  # type: ignore[misc]
+            self._buffer = StepBuffer()
+            self.max_message_blocks = max_message_blocks
+
+    def apply(self, message: pb.ServerMessage) -> None:
+        """One message of the daemon, in order."""
+        kind = message.WhichOneof("body")
+        if kind == "grant":
+            self._apply_grant(message.id, message.grant)
+        elif kind == "slots":
+            self._apply_slots(message.id, message.slots)
+        elif kind == "step_result":
+            self._apply_step_result(message.id, message.step_result)
+        elif kind == "error":
+            self._apply_error(message.id, message.error)
+        else:
+            with self.lock:
+                self._seen = message.id
+                if kind == "changed":
+                    self._events.append(Changed(leases=tuple(message.changed.leases)))
+                self._announce()
+
+    def _apply_grant(self, message_id: int, answer: pb.Grant) -> None:
+        grant = Grant(
+            outcomes=u8_of(answer.outcomes),
+            hbm_slots=u32_of(answer.hbm_slots),
+            hbm_generations=u32_of(answer.hbm_generations),
+            dram_slots=u32_of(answer.dram_slots),
+            dram_generations=u32_of(answer.dram_generations),
+            reserve_slots=u32_of(answer.reserve_slots),
+            reserve_generations=u32_of(answer.reserve_generations),
+        )
+        with self.lock:
+            self._seen = message_id
+            item = self._outbox.answered(answer.id)
+            hbm, dram = given(grant.hbm_slots), given(grant.dram_slots)
+            self.hbm.granted(grant.hbm_slots[hbm], grant.hbm_generations[hbm])
+            self.hbm.granted(grant.reserve_slots, grant.reserve_generations)
+            self.dram.granted(grant.dram_slots[dram], grant.dram_generations[dram])
+            if not isinstance(item, PendingGrant) or item.abandoned:
+                self._drop_grant(grant)
+            else:
+                item.resolve(grant)
+            self._announce()
+
+    def _apply_slots(self, message_id: int, answer: pb.Slots) -> None:
+        slots = Slots(
+            hbm_slots=u32_of(answer.hbm_slots),
+            hbm_generations=u32_of(answer.hbm_generations),
+            dram_slots=u32_of(answer.dram_slots),
+            dram_generations=u32_of(answer.dram_generations),
+        )
+        with self.lock:
+            self._seen = message_id
+            self.hbm.credited(slots.hbm_slots, slots.hbm_generations)
+            self.dram.credited(slots.dram_slots, slots.dram_generations)
+            self._announce()
+        self.listener.room()
+
+    def _apply_step_result(self, message_id: int, answer: pb.StepResult) -> None:
+        with self.lock:
+            self._seen = message_id
+            item = self._outbox.answered(answer.id)
+        if not isinstance(item, Step):
+            return
+        result = SealResult(seals=item.seals, outcomes=u8_of(answer.seal_outcomes))
+        self.listener.sealed(result)
+        with self.lock:
+            if type(self.listener) is Listener:  # nobody else was told
+                self._events.append(result)
+            if self.hbm.drop(item.seals["slot"]):
+                self._outbox.step_due()
+                self.sendable.notify()
+            self._announce()
+
+    def _apply_error(self, message_id: int, answer: pb.StreamError) -> None:
+        code = _CODE_NAMES.get(answer.code, "UNKNOWN")
+        retry_after_s = answer.retry_after_ms / 1000 if answer.retry_after_ms else None
+        error: KvstoreError = from_grpc_code(code, answer.message, retry_after_s=retry_after_s)
+        with self.lock:
+            self._seen = message_id
+            item = self._outbox.answered(answer.id)
+            if isinstance(item, PendingGrant):
+                item.fail(error)
+            elif isinstance(item, Step):
+                _LOG.error("the daemon refused a step: %s", error)
+                self.hbm.drop(item.seals["slot"])
+            self._announce()
+
+    # ------------------------------------------------------------ under the lock
+
+    def _compose(self) -> Step | None:
+        """The merged step, cut to what one message may name; releases only once all else is said."""
+        limit = self.max_message_blocks
+        seals, loads, stores = self._buffer.take(limit)
+        no_slots = np.empty(0, dtype=np.uint32)
+        more = bool(self._buffer)
+        released_hbm = no_slots if more else self.hbm.take_leaving(limit)
+        released_dram = no_slots if more else self.dram.take_leaving(limit)
+        if more or self.hbm.leaving or self.dram.leaving:
+            self._outbox.step_due()
+        wants = self._wants()
+        said = (seals, loads, stores, released_hbm, released_dram)
+        if wants == self._asked and not any(len(part) for part in said):
+            return None
+        self._asked = wants
+        return Step(
+            seals=seals,
+            loads=loads,
+            stores=stores,
+            released_hbm=released_hbm,
+            released_dram=released_dram,
+            want_slots=wants[0],
+            want_room=wants[1],
+        )
+
+    def _wants(self) -> tuple[int, int]:
+        """HBM and DRAM slots to ask for. Hysteresis: from below half of the target until it is full."""
+        levels = ((self.hbm.in_hand, self._targets.credit), (self.dram.in_hand, self._targets.room))
+        wants = [0, 0]
+        for i, (in_hand, target) in enumerate(levels):
+            if in_hand * 2 < target:
+                self._wanting[i] = True
+            elif in_hand >= target:
+                self._wanting[i] = False
+            wants[i] = target - in_hand if self._wanting[i] else 0
+        return wants[0], wants[1]
+
+    def _drop_grant(self, grant: Grant) -> None:
+        dropped = self.hbm.drop(grant.hbm_slots[given(grant.hbm_slots)])
+        dropped |= self.hbm.drop(grant.reserve_slots)
+        dropped |= self.dram.drop(grant.dram_slots[given(grant.dram_slots)])
+        if dropped:
+            self._outbox.step_due()
+            self.sendable.notify()
+
+    def _available(self, now: float) -> bool:
+        if self._away_since is not None:
+            return now - self._away_since < self._targets.breaker_s
+        oldest = self._outbox.oldest_acquire()
+        return oldest is None or now - oldest < self._targets.breaker_s
+
+    def _announce(self) -> None:
+        self._fresh_news = True
+        self.news.notify_all()
