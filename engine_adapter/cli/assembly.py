@@ -1,0 +1,101 @@
+"""Puts an engine together from the configuration: model, block manager, engine. What `worker` and `generate` share."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine_adapter.base import BlockManager
+from engine_adapter.engine.settings import EngineSettings
+from engine_adapter.engine.source import ModelSource, find_model
+from kvstore.config import Config, WorkerConfig
+from kvstore.errors import ConfigError
+from kvstore.units import format_size
+
+if TYPE_CHECKING:
+    from engine_adapter.engine.engine import Engine
+
+__all__ = ["EngineOptions", "default_listen", "open_engine"]
+
+_MAX_SLUG_CHARACTERS = 32
+_KV_ITEM_BYTES = 4  # the engine keeps KV in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How to run a model. `store` is the daemon's socket; None runs without a cache, on this process's own pages."""
+
+    worker: WorkerConfig
+    store: Path | None
+    deterministic: bool
+    timeout_s: float
+
+
+def default_listen(config: Config) -> Path:
+    """Where a worker listens if nobody says: beside the daemon's socket, named by the model."""
+    if config.worker.socket is not None:
+        return Path(config.worker.socket)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config.worker.model).stem)[:_MAX_SLUG_CHARACTERS] or "model"
+    return Path(config.serve.socket).parent / f"worker-{name}.sock"
+
+
+@contextmanager
+def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator[Engine]:
+    """An engine that is ready for its first request; `tell` hears what is being done.
+
+    Raises ModelError for a model that cannot run, and what connecting to the daemon raises.
+    """
+    source = find_model(options.worker.model)
+    settings = _settings(options)
+    tell("loading torch")
+    from engine_adapter.engine.engine import Engine
+    from engine_adapter.engine.loader import load_model
+
+    tell("loading the weights")
+    loaded = load_model(source, settings)
+    with _block_manager(options, source) as blocks:
+        engine = Engine(loaded, blocks, settings)
+        tell("warming up")
+        _warm_up(engine)
+        yield engine
+
+
+def _settings(options: EngineOptions) -> EngineSettings:
+    worker = options.worker
+    return EngineSettings(
+        deterministic=options.deterministic,
+        chunk_tokens=worker.chunk_tokens,
+        max_running=worker.max_requests,
+        threads=worker.threads or len(os.sched_getaffinity(0)),
+    )
+
+
+@contextmanager
+def _block_manager(options: EngineOptions, source: ModelSource) -> Iterator[BlockManager]:
+    """Pages: the store's, or this process's own where there is no cache."""
+    from engine_adapter.engine.plain import PlainBlockManager
+
+    block_tokens = options.worker.block_tokens
+    page_bytes = source.config.page_bytes(block_tokens, _KV_ITEM_BYTES)
+    pages = options.worker.hbm_bytes // page_bytes
+    if pages < 1:
+        raise ConfigError(
+            f"worker.hbm: {format_size(options.worker.hbm_bytes)} holds not even one block of this model "
+            f"({format_size(page_bytes)})"
+        )
+    yield PlainBlockManager(num_pages=pages, page_bytes=page_bytes, block_tokens=block_tokens)
+
+
+def _warm_up(engine: Engine) -> None:
+    """One short request, so that what happens only once (threads, kernels, first touch of the weights) has happened.
+
+    It is shorter than a block: nothing of it is stored.
+    """
+    from engine_adapter.engine.sampler import SamplingParams
+
+    engine.generate([[0, 0]], SamplingParams(max_new_tokens=2, ignore_eos=True))

@@ -1,0 +1,172 @@
+"""Generate text from a prompt, with a running worker or an engine in this process.
+
+Text goes to stdout as it comes, figures to stderr; with `--json` one object goes to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine
+from engine_adapter.cli.connection import WorkerConnection
+from engine_adapter.jsonl import GenerateRequest, Message, Result
+from kvstore.cli.settings import load_settings
+from kvstore.config import Config
+from kvstore.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.units import format_duration
+
+__all__ = ["generate", "read_prompt"]
+
+_NAME = "generate"
+
+
+def generate(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is stdin.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bitwise equal cold and cached; in this process.")
+    ] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Without the store; in this process.")] = False,
+    worker: Annotated[Path | None, typer.Option(help="Socket of a running worker.")] = None,
+    socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds of a worker's silence that are borne.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    file: Annotated[Path | None, typer.Option("--config", help="TOML file of the configuration.")] = None,
+) -> None:
+    """Generate text from a prompt, with a running worker or an engine in this process."""
+    text = read_prompt(prompt, prompt_file)
+    request = GenerateRequest(
+        id=_NAME,
+        prompt=text if raw else None,
+        messages=None if raw else (Message(role="user", content=text),),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stream=True,
+    )
+    if worker is not None and (deterministic or no_cache):
+        raise InvalidArgument("--deterministic and --no-cache belong to the worker: start it with them")
+    config = load_settings({"socket": socket, "worker.model": model}, file=file).config
+    connection = None if deterministic or no_cache else _find_worker(worker, config, timeout)
+    if connection is not None:
+        with connection:
+            _show(connection.ask(request), as_json=as_json)
+        return
+    options = EngineOptions(
+        worker=config.worker,
+        store=None if no_cache else _find_store(config, asked=socket is not None),
+        deterministic=deterministic,
+        timeout_s=config.client.timeout_s,
+    )
+    _show(_in_process(options, request), as_json=as_json)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt's text, stripped. Raises InvalidArgument or NotFound with what to do."""
+    if (prompt is None) == (prompt_file is None):
+        raise InvalidArgument("give --prompt TEXT or --prompt-file FILE")
+    if prompt is None:
+        assert prompt_file is not None
+        prompt = _read(prompt_file)
+    if not prompt.strip():
+        raise InvalidArgument("the prompt is empty")
+    return prompt.strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise NotFound(f"cannot read the prompt {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"the prompt {path} is not UTF-8 text") from error
+
+
+def _find_worker(asked: Path | None, config: Config, timeout_s: float) -> WorkerConnection | None:
+    """The worker that was asked for, or the one that would listen for this model, where it does."""
+    if asked is not None:
+        return WorkerConnection(asked, timeout_s=timeout_s)
+    path = default_listen(config)
+    if not path.exists():
+        return None
+    try:
+        return WorkerConnection(path, timeout_s=timeout_s)
+    except Unavailable:
+        return None
+
+
+def _find_store(config: Config, *, asked: bool) -> Path | None:
+    """The daemon's socket; None where none was asked for and none is there."""
+    path = Path(config.serve.socket)
+    if asked or path.exists():
+        return path
+    print(f"no store on {path} (`kvstore serve` starts one): generating without a cache", file=sys.stderr)
+    return None
+
+
+def _in_process(options: EngineOptions, request: GenerateRequest) -> Iterator[str | Result]:
+    """The same events as a worker's, from an engine in this process."""
+    with open_engine(options, tell=lambda _: None) as engine:
+        from engine_adapter.requests import Answer, sampling_params, tokenize
+
+        accepted_at = time.perf_counter()
+        tokens = tokenize(request, engine.loaded.tokenizer)
+        engine.add_request(tokens, sampling_params(request))
+        answer = Answer(accepted_at=accepted_at, prompt_tokens=len(tokens))
+        for output in engine.run():
+            yield output.text
+            if (result := answer.add(output, time.perf_counter())) is not None:
+                yield result
+
+
+def _show(events: Iterator[str | Result], *, as_json: bool) -> None:
+    for event in events:
+        if isinstance(event, str):
+            if not as_json:
+                print(event, end="", flush=True)
+        elif as_json:
+            print(json.dumps(_report(event), ensure_ascii=False))
+        else:
+            print(flush=True)
+            Console(stderr=True, highlight=False).print(_summary(event), style="dim")
+
+
+def _report(result: Result) -> dict[str, object]:
+    """The object that `--json` prints."""
+    return {
+        "text": result.text,
+        "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
+        "cached_by_tier": dict(result.cached_by_tier),
+        "ttft_s": result.ttft_s,
+        "tokens_per_s": result.tokens_per_s,
+        "finish_reason": result.finish_reason,
+    }
+
+
+def _summary(result: Result) -> str:
+    """The figures in one line."""
+    tiers = ", ".join(f"{tier} {count:,}" for tier, count in result.cached_by_tier.items() if count)
+    cached = f"{result.cached_tokens:,} cached" + (f" ({tiers})" if tiers else "")
+    first = "none" if result.ttft_s is None else format_duration(round(result.ttft_s, 3))
+    return f"{result.prompt_tokens:,} prompt tokens, {cached}; first token {first}, {result.tokens_per_s:.1f} tokens/s"

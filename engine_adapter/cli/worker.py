@@ -1,0 +1,88 @@
+"""Run the bundled engine as a worker process.
+
+Prints one line when it is ready. Requests come as JSON lines over a unix socket (`engine_adapter.jsonl`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine
+from kvstore.cli.settings import load_settings
+from kvstore.units import format_duration
+
+__all__ = ["worker"]
+
+_log = logging.getLogger(__name__)
+
+
+def worker(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")
+    ] = None,
+    listen: Annotated[
+        Path | None, typer.Option(help="Socket for requests; beside the daemon's if not given.")
+    ] = None,
+    socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Run without the store.")] = False,
+    hbm: Annotated[str | None, typer.Option(help="KV memory of the device, like 1GiB.")] = None,
+    block_tokens: Annotated[int | None, typer.Option(help="Tokens in a block.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of one prefill step.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests in one batch.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 0: all cores.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bitwise equal logits cold and cached; slower.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The ready line as JSON.")] = False,
+    file: Annotated[Path | None, typer.Option("--config", help="TOML file of the configuration.")] = None,
+) -> None:
+    """Run the bundled engine as a worker process until SIGTERM."""
+    started = time.perf_counter()
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
+    flags = {
+        "socket": socket,
+        "worker.model": model,
+        "worker.socket": None if listen is None else str(listen),
+        "worker.hbm": hbm,
+        "worker.block_tokens": block_tokens,
+        "worker.chunk_tokens": chunk_tokens,
+        "worker.max_requests": max_requests,
+        "worker.threads": threads,
+    }
+    config = load_settings(flags, file=file).config
+    path = default_listen(config)
+    options = EngineOptions(
+        worker=config.worker,
+        store=None if no_cache else Path(config.serve.socket),
+        deterministic=deterministic,
+        timeout_s=config.client.timeout_s,
+    )
+    from engine_adapter.worker import WorkerLimits, bind_socket, serve
+
+    listener = bind_socket(
+        path
+    )  # first: what is wrong with it shows at once; who connects early waits in its queue
+    try:
+        with open_engine(options, tell=_log.info) as engine:
+
+            def ready() -> None:
+                load_s = time.perf_counter() - started
+                record = {"event": "ready", "socket": str(path), "pid": os.getpid(), "load_s": load_s}
+                text = f"ready: {config.worker.model} on {path} after {format_duration(round(load_s, 2))}"
+                print(json.dumps(record) if as_json else text, flush=True)
+
+            serve(engine, listener, limits=WorkerLimits(), ready=ready)
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
