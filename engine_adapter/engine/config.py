@@ -1,4 +1,4 @@
-"""What a model is: one frozen record, made from a Hugging Face `config.json` or from GGUF metadata. Imports no torch."""
+"""What a model is: one frozen record, from a Hugging Face `config.json` or GGUF metadata. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -164,7 +164,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _hf_rope(fields: _Fields) -> RopeConfig:
-    """`rope_parameters` (transformers 5) holds theta and scaling; before it there was `rope_theta` with `rope_scaling`."""
+    """transformers 5 has theta and scaling in `rope_parameters`, older ones `rope_theta` beside `rope_scaling`."""
     inner = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(inner, Mapping):
         raise ModelError(f"config.json: rope parameters must be an object, not {inner!r}")

@@ -1,7 +1,7 @@
 """Streams text out of tokens; never half a character, and the pieces add up to the whole text.
 
 A character may span up to four tokens, and some decoders treat a text's first token differently. So new tokens are
-decoded behind the few tokens emitted before them, and a U+FFFD at the very end is held back: more bytes may complete it.
+decoded behind the few tokens emitted before them, and a U+FFFD at the very end is held back: bytes may complete it.
 """
 
 from collections.abc import Callable, Sequence

@@ -172,7 +172,7 @@ class Engine:
         return outputs
 
     def idle_wait(self, timeout_s: float = _IDLE_WAIT_S) -> None:
-        """Sleep until the block manager may admit somebody, when the last step computed nothing; else return at once."""
+        """After a step that computed nothing, sleep until the block manager may admit somebody; else return."""
         if self._idle:
             self._blocks.wait(timeout_s)
 

@@ -95,7 +95,7 @@ def read_gguf(path: Path) -> GgufFile:
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     try:
-        metadata, tensors = _parse(memoryview(data))
+        metadata, tensors = _parse(data.data)
     except struct.error as error:
         raise ModelError(f"{path} is damaged or no GGUF file: {error}") from error
     return GgufFile(path=path, metadata=metadata, tensors=tensors, data=data)

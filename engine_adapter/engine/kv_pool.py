@@ -1,4 +1,4 @@
-"""The engine's view of a block manager's pages: bytes reinterpreted as `[page, layer, K|V, kv_head, token, head_dim]`."""
+"""A block manager's pages as the engine sees them: `[page, layer, K|V, kv_head, token, head_dim]` over the bytes."""
 
 import numpy as np
 import torch

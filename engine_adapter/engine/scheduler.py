@@ -2,9 +2,9 @@
 
 Continuous batching under a token budget: running requests first, those that decode before those that still prefill
 (in chunks), then waiting ones as far as budget and pages go. A waiting request that the block manager does not admit
-yet (its prefix is being loaded, or computed by another request, or pages are short) is passed over, not waited for. To keep
-it from starving behind smaller ones, nobody else is admitted once it was passed over `patience` steps. When a decoding
-request finds no page, the newest running request is preempted: its pages go back and it is computed again later.
+yet (its prefix is being loaded, or computed by another request, or pages are short) is passed over, not waited for.
+So that it does not starve behind smaller ones, nobody else is admitted once it was passed over `patience` steps. When
+a decoding request finds no page, the newest running request is preempted: its pages go back, it is computed again.
 """
 
 from collections import deque
@@ -71,12 +71,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Choose the next step's chunks; empty when nothing can run now. O(running + waiting looked at)."""
-        budget = self._config.max_batch_tokens
-        chunks: list[Chunk] = []
-        for request in list(self._running):
-            if request.num_pending == 1 and request in self._running and self._reserve(request):
-                chunks.append(Chunk(request=request, start=request.num_computed, end=len(request.tokens)))
-        budget -= len(chunks)
+        chunks = self._decodes()
+        budget = self._config.max_batch_tokens - len(chunks)
         for request in self._running:
             if request.num_pending > 1:
                 budget -= self._add_chunk(chunks, request, budget)
@@ -98,6 +94,13 @@ class Scheduler:
         return SchedulerStats(
             waiting=len(self._waiting), running=len(self._running), preemptions_total=self._preemptions_total
         )
+
+    def _decodes(self) -> list[Chunk]:
+        return [
+            Chunk(request=request, start=request.num_computed, end=len(request.tokens))
+            for request in tuple(self._running)  # `_reserve` may preempt one that comes later
+            if request.num_pending == 1 and request in self._running and self._reserve(request)
+        ]
 
     def _add_chunk(self, chunks: list[Chunk], request: Request, budget: int) -> int:
         """Append as much of a prefill as the budget allows; the number of tokens taken."""

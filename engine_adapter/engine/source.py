@@ -41,7 +41,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def find_model(model: str) -> ModelSource:
-    """Find `model`, a known name, a GGUF file or a folder. ModelError says in one line what to do. Reads headers only."""
+    """Find a known name, a GGUF file or a folder; reads headers only. ModelError says in one line what to do."""
     path = _packaged_file(_REGISTRY[model]) if model in _REGISTRY else Path(model).expanduser()
     if path.is_dir():
         return _open_folder(path)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a `tokenizers` tokenizer from `tokenizer.json` or built from GGUF metadata, and its template."""
+"""Text to tokens and back: a tokenizer from `tokenizer.json` or GGUF metadata, and the model's chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class TextTokenizer:
         return ids if self._bos_token_id is None else [self._bos_token_id, *ids]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a conversation (`role`, `content`), ready for the assistant's answer. ModelError without template."""
+        """Tokens of a conversation (`role`, `content`) up to the assistant's answer. ModelError without a template."""
         if self._template is None:
             raise ModelError("this model has no chat template: give a plain prompt")
         ids: list[int] = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
@@ -56,7 +56,7 @@ def _from_folder(folder: Path) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    except Exception as error:  # noqa: BLE001 - `tokenizers` raises bare Exception for a file that it cannot parse
+    except Exception as error:  # `tokenizers` raises bare Exception for a file that it cannot parse
         raise ModelError(f"{path} is no tokenizer: {error}") from error
     settings = _read_settings(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
@@ -86,7 +86,10 @@ def _token_text(value: object) -> str:
 
 
 # Splits before byte-level BPE, by `tokenizer.ggml.pre`; None stands for GPT-2's own, which ByteLevel brings along.
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -97,7 +100,8 @@ def _from_gguf(metadata: Mapping[str, object]) -> TextTokenizer:
             f"GGUF tokenizer {kind!r} is not supported, only byte-level BPE: use the Hugging Face folder"
         )
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    pairs = (merge.partition(" ") for merge in _strings(metadata, "tokenizer.ggml.merges"))
+    merges = [(left, right) for left, _, right in pairs]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_pre(metadata) == "llama-bpe"))
     tokenizer.pre_tokenizer = _gguf_pre_tokenizer(_pre(metadata))

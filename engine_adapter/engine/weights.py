@@ -226,7 +226,7 @@ class _GgufTensors:
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
-def _typed(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:  # type: ignore[type-arg]
+def _typed(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     if kind == gguf.GGMLQuantizationType.F32:
         return raw.view(np.float32)
     return raw.view(np.float16) if kind == gguf.GGMLQuantizationType.F16 else raw
@@ -234,5 +234,5 @@ def _typed(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:  # t
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
     """Undo the converter's reordering of q/k rows: per head `[dim / 2, 2]` interleaved pairs back to two halves."""
-    pairs = tensor.unflatten(0, (num_heads, -1, 2))  # [heads, head_dim / 2, 2, ...]
+    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).flatten(0, 2)

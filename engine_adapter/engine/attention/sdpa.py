@@ -4,8 +4,8 @@ Time of a layer is O(context) copied plus the attention itself; the mask of a se
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.attention.gather import PageWriter, Scratch
@@ -47,7 +47,9 @@ class _SdpaStep:
         for start, end, context_len, pages, mask in self._sequences:
             key, value = self._scratch.gather(layer, pages, context_len, context_len).unsqueeze(1)
             rows = query[start:end].transpose(0, 1).unsqueeze(0)  # [1, heads, rows, head_dim]
-            result = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, enable_gqa=True)
+            result = functional.scaled_dot_product_attention(
+                rows, key, value, attn_mask=mask, enable_gqa=True
+            )
             mixed[start:end] = result[0].transpose(0, 1)
         return mixed
 

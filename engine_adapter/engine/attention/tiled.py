@@ -1,16 +1,17 @@
 """Deterministic attention: a row's result has the same bits however its request was cut into passes.
 
-A pass is a tile of `GRID_TOKENS` rows in which a token at position `p` stands in row `p % GRID_TOKENS`. Rows are attended
-to in groups of `GROUP_ROWS`, each one call whose shapes depend on `p` alone: `GROUP_ROWS` queries (whatever stands in the
-other rows) against the context padded with zeros up to the grid. Equal shapes take equal paths through the kernels; other
-rows and masked columns add exact zeros. So prefill in one go, behind any cached prefix, and decode all agree bitwise.
+A pass is a tile of `GRID_TOKENS` rows in which a token at position `p` stands in row `p % GRID_TOKENS`. Rows attend in
+groups of `GROUP_ROWS`, each one call whose shapes depend on `p` alone: `GROUP_ROWS` queries (whatever stands in the
+other rows) against the context padded with zeros up to the grid. Equal shapes take equal paths through the kernels,
+other rows do not mix, and masked columns add exact zeros. So prefill in one go, behind any cached prefix, and decode
+all agree bitwise.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.attention.gather import PageWriter, Scratch
@@ -93,7 +94,7 @@ class _TiledStep:
             key, value = gathered.unsqueeze(1)
             for group in sequence.groups:
                 rows = query[group.base : group.base + GROUP_ROWS].transpose(0, 1).unsqueeze(0)
-                result = F.scaled_dot_product_attention(
+                result = functional.scaled_dot_product_attention(
                     rows, key, value, attn_mask=group.mask, enable_gqa=True
                 )
                 mixed[group.start : group.end] = result[0].transpose(0, 1)[

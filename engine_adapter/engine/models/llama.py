@@ -5,8 +5,8 @@ the attention it is given knows which rows belong together.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from engine_adapter.engine.attention.base import StepAttention
 from engine_adapter.engine.config import ModelConfig
@@ -35,7 +35,7 @@ class Llama:
         Writes the rows' KV through `attention`.
         """
         cos, sin = self._rope.cos[positions].unsqueeze(1), self._rope.sin[positions].unsqueeze(1)
-        hidden = F.embedding(token_ids, self._weights.embedding)
+        hidden = functional.embedding(token_ids, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             hidden = hidden + self._attend(index, layer, hidden, cos, sin, attention)
             hidden = hidden + self._mlp(layer, hidden)
@@ -44,10 +44,10 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocab]` of hidden states `[rows, hidden]`."""
-        return F.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head)
+        return functional.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return functional.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _attend(
         self,
@@ -59,15 +59,14 @@ class Llama:
         attention: StepAttention,
     ) -> Tensor:
         c, rows = self.config, hidden.shape[0]
-        qkv = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
-        query, key, value = qkv.view(rows, -1, c.head_dim).split(
-            (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1
-        )
+        qkv = functional.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        query, key, value = torch.split(qkv.view(rows, -1, c.head_dim), sizes, dim=1)
         attention.write(index, rotate(key, cos, sin), value)
         mixed = attention.attend(index, rotate(query, cos, sin))  # [rows, num_heads, head_dim]
-        return F.linear(mixed.reshape(rows, -1), layer.out, layer.out_bias)
+        return functional.linear(mixed.reshape(rows, -1), layer.out, layer.out_bias)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        gate_up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        gate_up = functional.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)

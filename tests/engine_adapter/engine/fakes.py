@@ -1,0 +1,130 @@
+"""A block manager with a prefix cache in process memory: hits, pending fills and eviction without a daemon."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import Admission, RequestId
+
+Key = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Table:
+    pages: list[int]
+    keys: list[Key] = field(default_factory=list)  # of all full blocks of the admitted tokens
+    shared: int = 0  # leading pages that were hits
+
+
+class PrefixCacheBlocks:
+    """Blocks are keyed by the whole prefix; `sealed` maps a key to its page, oldest first (the LRU order)."""
+
+    def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        # Recycled pages hold arbitrary bytes: all ones are NaN in every float type.
+        self.memory = np.full((num_pages, page_bytes), 0xFF, np.uint8)
+        self.free = list(range(num_pages))
+        self.refs = np.zeros(num_pages, np.int64)
+        self.sealed: dict[Key, int] = {}
+        self.filling: dict[Key, RequestId] = {}
+        self.tables: dict[RequestId, Table] = {}
+        self.queued: dict[RequestId, list[int]] = {}
+        self.computed_tokens = 0
+        self.calls: list[str] = []
+
+    def kv_pages(self) -> NDArray[np.uint8]:
+        return self.memory
+
+    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+        self.calls.append("enqueue")
+        assert request not in self.tables
+        self.queued[request] = list(token_ids)
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        self.calls.append("admit")
+        tokens = self.queued[request]
+        assert num_tokens >= len(tokens)
+        keys = [
+            tuple(tokens[: end * self.block_tokens]) for end in range(1, len(tokens) // self.block_tokens + 1)
+        ]
+        hits = 0
+        for key in keys[: (len(tokens) - 1) // self.block_tokens]:
+            if key in self.filling:
+                return None
+            if key not in self.sealed:
+                break
+            hits += 1
+        table = Table([self.sealed[key] for key in keys[:hits]], keys, hits)
+        self.refs[table.pages] += 1
+        self.tables[request] = table
+        if not self.reserve(request, num_tokens):
+            self._drop(self.tables.pop(request))
+            return None
+        for key in keys[hits:]:
+            if key not in self.sealed:
+                self.filling.setdefault(key, request)
+        del self.queued[request]
+        self.computed_tokens += len(tokens) - hits * self.block_tokens
+        cached = hits * self.block_tokens
+        return Admission(cached_tokens=cached, cached_by_tier={"hbm": cached} if cached else {})
+
+    def pages(self, request: RequestId) -> NDArray[np.int32]:
+        return np.array(self.tables[request].pages, np.int32)
+
+    def reserve(self, request: RequestId, num_tokens: int) -> bool:
+        self.calls.append("reserve")
+        table = self.tables[request]
+        more = -(-num_tokens // self.block_tokens) - len(table.pages)
+        evictable = [key for key, page in self.sealed.items() if self.refs[page] == 0]
+        if more > len(self.free) + len(evictable):
+            return False
+        for key in evictable[: max(0, more - len(self.free))]:
+            page = self.sealed.pop(key)
+            self.memory[page] = 0xFF
+            self.free.append(page)
+        taken = [self.free.pop() for _ in range(max(0, more))]
+        self.refs[taken] += 1
+        table.pages += taken
+        return True
+
+    def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        self.calls.append("commit")
+        table = self.tables[request]
+        assert num_tokens <= len(token_ids)
+        for block in range(table.shared, num_tokens // self.block_tokens):
+            key = tuple(token_ids[: (block + 1) * self.block_tokens])
+            if self.filling.get(key) == request:
+                del self.filling[key]
+            if key not in self.sealed and table.pages[block] not in self.sealed.values():
+                self.sealed[key] = table.pages[block]
+
+    def release(self, request: RequestId) -> None:
+        self.calls.append("release")
+        self.queued.pop(request, None)
+        table = self.tables.pop(request, None)
+        if table is not None:
+            self.filling = {key: owner for key, owner in self.filling.items() if owner != request}
+            self._drop(table)
+
+    def _drop(self, table: Table) -> None:
+        self.refs[table.pages] -= 1
+        held = set(self.sealed.values())
+        for page in table.pages:
+            if self.refs[page] == 0 and page not in held:
+                self.memory[page] = 0xFF
+                self.free.append(page)
+
+    def end_step(self) -> None:
+        self.calls.append("end_step")
+
+    def wait(self, timeout_s: float) -> None:
+        self.calls.append("wait")
+
+    def check_integrity(self) -> None:
+        held = set(self.sealed.values()) | {page for table in self.tables.values() for page in table.pages}
+        assert not held & set(self.free)
+        assert len(held) + len(self.free) == len(self.memory)
+        assert len(set(self.free)) == len(self.free)
+        assert set(self.filling.values()) <= set(self.tables)

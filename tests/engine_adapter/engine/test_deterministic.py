@@ -1,0 +1,110 @@
+"""Deterministic mode: a token's logits have the same bits cold, behind any cached prefix and in any company."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_adapter.engine.attention.tiled import TiledAttention
+from engine_adapter.engine.models.llama import Llama
+from tests.engine_adapter.engine import tiny
+from tests.engine_adapter.engine.harness import Sequences, random_tokens
+
+LENGTH = 205
+TOKENS = random_tokens(LENGTH, seed=7)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-thread", "2-threads"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    """Sizes as of a small real model, so that the products take the kernels' blocked and threaded paths."""
+    folder = tiny.save_folder(
+        tmp_path_factory.mktemp("wide"),
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 4099,
+        },
+    )
+    loaded = tiny.load(folder).model
+    torch.set_num_threads(request.param)
+    return loaded
+
+
+def cold(model: Llama, block_tokens: int, tokens: list[int] = TOKENS) -> Tensor:
+    sequences = Sequences(model, block_tokens=block_tokens)
+    sequences.add(tokens)
+    return sequences.run(sequences.tiled(), [(0, len(tokens))])[0]
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
+def test_any_cached_prefix_gives_the_bits_of_the_cold_run(model: Llama, block_tokens: int) -> None:
+    expected = cold(model, block_tokens)
+    for cached in range(block_tokens, LENGTH, block_tokens):
+        sequences = Sequences(model, block_tokens=block_tokens, seed=cached)
+        sequences.add(TOKENS)
+        sequences.run(sequences.tiled(), [(0, LENGTH)])
+        warm = sequences.add(TOKENS, cached=cached, prefix_of=0)
+        assert torch.equal(sequences.run(sequences.tiled(), [(warm, LENGTH)])[0], expected), cached
+
+
+def test_any_cut_into_chunks_gives_the_same_bits(model: Llama) -> None:
+    expected = cold(model, 16)
+    for step in (1, 7, 40, 64, 100):
+        sequences = Sequences(model, seed=step)
+        sequences.add(TOKENS)
+        runner = sequences.tiled()
+        for end in range(step, LENGTH + step, step):
+            logits = sequences.run(runner, [(0, min(end, LENGTH))])
+        assert torch.equal(logits[0], expected), step
+
+
+def test_decoded_blocks_are_bitwise_those_of_a_prefill(model: Llama) -> None:
+    """Else a later prompt that hits blocks filled while decoding would differ from its cold run."""
+    prefilled, decoded = Sequences(model, seed=1), Sequences(model, seed=2)
+    for sequences in (prefilled, decoded):
+        sequences.add(TOKENS)
+    prefilled.run(prefilled.tiled(), [(0, LENGTH)])
+    runner = decoded.tiled()
+    for end in range(100, LENGTH + 1):
+        decoded.run(runner, [(0, end)])
+    full = LENGTH // 16
+    first = prefilled.pool[torch.from_numpy(prefilled.tables[0][:full]).long()]
+    second = decoded.pool[torch.from_numpy(decoded.tables[0][:full]).long()]
+    assert torch.equal(first, second)
+
+
+def test_company_in_the_batch_changes_no_bit(model: Llama) -> None:
+    expected = cold(model, 16)
+    others = [random_tokens(n, seed=n) for n in (13, 77, 64, 141, 205)]
+    sequences = Sequences(model, num_pages=256, seed=5)
+    for tokens in (*others, TOKENS):
+        sequences.add(tokens)
+    me = len(others)
+    runner = sequences.tiled()
+    sequences.run(runner, [(0, 12), (1, 70), (2, 64), (3, 128), (4, 190), (me, 200)])
+    for end in range(201, LENGTH):  # all decode together, some in one tile and some not
+        work = [(i, min(sequences.requests[i].num_computed + 1, len(t))) for i, t in enumerate(others)]
+        work = [(i, end_i) for i, end_i in work if end_i > sequences.requests[i].num_computed]
+        sequences.run(runner, [*work, (me, end)])
+    assert torch.equal(sequences.run(runner, [(me, LENGTH)])[0], expected)
+
+
+def test_recycled_pages_full_of_nan_leave_no_trace(model: Llama) -> None:
+    """Elsewhere a masked score of 0 times NaN left in a recycled page made NaN of the whole row."""
+    sequences = Sequences(model)
+    assert sequences.pool.isnan().all()
+    sequences.add(TOKENS[:70])
+    assert sequences.run(sequences.tiled(), [(0, 70)]).isfinite().all()
+    flat = Sequences(model)
+    flat.add(TOKENS[:70])
+    assert flat.run(flat.flat(), [(0, 70)]).isfinite().all()
+
+
+def test_blocks_that_do_not_nest_with_the_grid_are_refused(tiny_folder: Path) -> None:
+    sequences = Sequences(tiny.load(tiny_folder).model, block_tokens=48)
+    with pytest.raises(ValueError, match="block_tokens"):
+        TiledAttention(sequences.pool)
