@@ -1,0 +1,324 @@
+"""The mover: the process that moves blocks between mapped DRAM extents and one disk.
+
+    python -m kvstore.mover FD        FD: the inherited socketpair end; started by `kvstore.mover_link`
+
+It decides nothing. One thread owns the socket and the tiers; I/O threads carry out pieces and hand replies back through
+a queue and an eventfd. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon is gone)
+what waits is forgotten, what is running is finished, and the process exits: until then it holds the directory's lock
+and its DRAM slots count as held. SIGINT and SIGTERM are ignored, so that a drain can finish.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import KvstoreError
+from kvstore.faults import fault
+from kvstore.layout import Tier
+from kvstore.moves import MoveKind, MoveStatus
+from kvstore.wire import mover as wire
+from kvstore.wire.packed import REPLY
+from tiers.base import Moves, Replies, StorageTier
+from tiers.decorators import MeasuredStorage, ThrottledStorage
+from tiers.dram import DramTier
+from tiers.nvme.io import NvmeTier
+from tiers.nvme.probe import probe_threads
+
+__all__ = ["Mover", "WorkQueue", "main"]
+
+_MAX_OUTSTANDING = 8192
+_COUNTS_INTERVAL_S = 1.0
+_READS_PER_WRITE = 7  # reads go first, and still a write gets through
+
+_Job = Callable[[], None]
+
+
+class WorkQueue:
+    """Jobs for the I/O threads: syncs, then reads, then writes, with every eighth turn a write's."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._syncs: deque[_Job] = deque()
+        self._reads: deque[_Job] = deque()
+        self._writes: deque[_Job] = deque()
+        self._reads_in_row = 0
+        self._closed = False
+
+    def put_sync(self, job: _Job) -> None:
+        """Queues a sync."""
+        self._put(self._syncs, job)
+
+    def put_read(self, job: _Job) -> None:
+        """Queues a read."""
+        self._put(self._reads, job)
+
+    def put_write(self, job: _Job) -> None:
+        """Queues a write."""
+        self._put(self._writes, job)
+
+    def get(self) -> _Job | None:
+        """The next job; waits for one; None once the queue is closed."""
+        with self._condition:
+            while not (self._closed or self._syncs or self._reads or self._writes):
+                self._condition.wait()
+            if self._closed:
+                return None
+            if self._syncs:
+                return self._syncs.popleft()
+            if self._reads and not (self._writes and self._reads_in_row >= _READS_PER_WRITE):
+                self._reads_in_row += 1
+                return self._reads.popleft()
+            self._reads_in_row = 0
+            return self._writes.popleft()
+
+    def close(self) -> None:
+        """Forgets what waits; `get` gives None from now on."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def _put(self, queue: deque[_Job], job: _Job) -> None:
+        with self._condition:
+            queue.append(job)
+            self._condition.notify()
+
+
+class Mover:
+    """The socket, the tiers and the I/O threads of one path."""
+
+    def __init__(self, sock: socket.socket, config: wire.Config) -> None:
+        directory = Path(config.directory)
+        self._sock = sock
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._finished: deque[wire.Message] = deque()  # by the I/O threads
+        self._outbox: deque[bytes] = deque()
+        self._outstanding = 0
+        self._ended = False
+        self._sent_counts = wire.Counts(
+            read_blocks=0,
+            read_bytes=0,
+            written_blocks=0,
+            written_bytes=0,
+            corrupt_blocks=0,
+            failed_blocks=0,
+            syncs=0,
+            busy_s=0.0,
+        )
+        self._counts_due_s = 0.0
+        self._dram = DramTier()
+        self._nvme = NvmeTier(directory, self._dram, direct=config.direct, notify=self._notice)
+        storage: StorageTier = self._nvme
+        if config.write_bytes_per_s:
+            storage = ThrottledStorage(
+                storage,
+                write_bytes_per_s=config.write_bytes_per_s,
+                clock=time.monotonic,
+                sleep=time.sleep,
+            )
+        self._storage = MeasuredStorage(storage, clock=time.monotonic)
+        self._queue = WorkQueue()
+        count = config.threads or probe_threads(directory)
+        self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count)]
+        self._send(wire.Ready(threads=count))
+
+    def run(self) -> None:
+        """Serves until the daemon's end of the socket is closed and running I/O has ended."""
+        for thread in self._threads:
+            thread.start()
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._ended:
+            wanted = select.POLLIN if self._outstanding < _MAX_OUTSTANDING else 0
+            poller.register(self._sock, wanted | (select.POLLOUT if self._outbox else 0))
+            events = dict(poller.poll(1000 * _COUNTS_INTERVAL_S))
+            if self._wake in events:
+                os.eventfd_read(self._wake)
+            self._collect()
+            self._send_counts()
+            self._flush()
+            state = events.get(self._sock.fileno(), 0)
+            if wanted and state & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                self._receive()
+            elif state & (select.POLLHUP | select.POLLERR):
+                self._ended = True
+        self._queue.close()
+        for thread in self._threads:
+            thread.join()
+        self._storage.close()
+        self._dram.close()
+        os.close(self._wake)
+
+    def _receive(self) -> None:
+        """Takes one packet. EOF ends the mover; a packet that cannot be understood is a fault of ours and raises."""
+        try:
+            packet, fd = wire.receive_packet(self._sock)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            packet, fd = b"", None
+        if not packet:
+            self._ended = True
+            return
+        self._take(wire.parse(packet), fd)
+
+    def _take(self, message: wire.Message, fd: int | None) -> None:
+        match message:
+            case wire.Moves():
+                self._start(message.moves)
+            case wire.Sync():
+                self._queue.put_sync(lambda: self._sync(message.id))
+            case wire.Slab():
+                self._open_slab(message)
+            case wire.Extent():
+                assert fd is not None, "an extent comes with its descriptor"
+                try:
+                    self._dram.adopt(message.extent, fd, message.nbytes)
+                except (KvstoreError, OSError) as error:
+                    self._notice(f"DRAM extent {message.extent} cannot be mapped by the mover: {error}")
+            case wire.Drop():
+                self._drop(message)
+            case _:
+                raise KvstoreError(f"unexpected message {type(message).__name__}")
+
+    def _start(self, moves: Moves) -> None:
+        self._outstanding += len(moves)
+        for piece in self._storage.pieces(moves):
+            put = self._queue.put_write if int(piece["kind"][0]) == MoveKind.WRITE else self._queue.put_read
+            put(lambda piece=piece: self._transfer(piece))  # type: ignore[misc]
+
+    def _open_slab(self, slab: wire.Slab) -> None:
+        try:
+            self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
+        except KvstoreError as error:
+            self._send(wire.SlabFailed(extent=slab.extent, text=error.message))
+        else:
+            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct))
+
+    def _drop(self, drop: wire.Drop) -> None:
+        try:
+            if drop.tier is Tier.DRAM:
+                self._dram.drop(drop.extent)
+            else:
+                self._storage.drop_slab(drop.extent)
+        except (KvstoreError, OSError) as error:
+            self._notice(f"{drop.tier.name.lower()} extent {drop.extent} was not dropped: {error}")
+
+    # The I/O threads run what follows up to `_collect`.
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+    def _transfer(self, piece: Moves) -> None:
+        fault("move.start")
+        try:
+            replies = self._storage.transfer(piece)
+        except Exception as error:  # noqa: BLE001 (thread boundary: a reply is owed for every move, whatever happened)
+            self._notice(f"moving blocks failed: {type(error).__name__}: {error}")
+            replies = _failed(piece)
+        fault("move.done")
+        self._finish(wire.Replies(replies))
+
+    def _sync(self, sync_id: int) -> None:
+        fault("mover.sync")
+        try:
+            self._storage.sync()
+            text = ""
+        except OSError as error:
+            text = f"fdatasync failed: {error.strerror}"
+        self._finish(wire.Synced(id=sync_id, text=text))
+
+    def _notice(self, text: str) -> None:
+        self._finish(wire.Notice(text=text))
+
+    def _finish(self, message: wire.Message) -> None:
+        self._finished.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    # The owner's thread again.
+
+    def _collect(self) -> None:
+        """Moves what the I/O threads finished to the outbox, replies of one round together."""
+        replies: list[Replies] = []
+        while self._finished:
+            message = self._finished.popleft()
+            if isinstance(message, wire.Replies):
+                replies.append(message.replies)
+            else:
+                self._send_replies(replies)
+                self._send(message)
+        self._send_replies(replies)
+
+    def _send_replies(self, replies: list[Replies]) -> None:
+        if not replies:
+            return
+        joined = np.concatenate(replies)
+        replies.clear()
+        self._outstanding -= len(joined)
+        for at in range(0, len(joined), wire.MAX_BATCH_MOVES):
+            self._send(wire.Replies(joined[at : at + wire.MAX_BATCH_MOVES]))
+
+    def _send_counts(self) -> None:
+        now = time.monotonic()
+        if now < self._counts_due_s:
+            return
+        counts = self._storage.counts()
+        message = wire.Counts(**{name: getattr(counts, name) for name in wire.Counts.__slots__})
+        if message != self._sent_counts:
+            self._counts_due_s = now + _COUNTS_INTERVAL_S
+            self._sent_counts = message
+            self._send(message)
+
+    def _send(self, message: wire.Message) -> None:
+        self._outbox.append(wire.pack(message))
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                wire.send_packet(self._sock, self._outbox[0])
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self._ended = True
+                return
+            self._outbox.popleft()
+
+
+def _failed(moves: Moves) -> Replies:
+    replies = np.zeros(len(moves), dtype=REPLY)
+    replies["id"] = moves["id"]
+    replies["status"] = MoveStatus.IO_ERROR
+    return replies
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the mover whose socket is the descriptor named by the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(fileno=int(arguments[0])) as sock:
+        packet, _ = wire.receive_packet(sock)
+        if not packet:
+            return 0
+        config = wire.parse(packet)
+        if not isinstance(config, wire.Config):
+            print("kvstore mover: the first message is not a configuration", file=sys.stderr)
+            return 2
+        os.nice(config.nice)
+        sock.setblocking(False)
+        Mover(sock, config).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

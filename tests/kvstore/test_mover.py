@@ -1,0 +1,315 @@
+"""The mover process, driven over its socket as the daemon does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.layout import Tier
+from kvstore.mover import WorkQueue
+from kvstore.mover_link import MoverLink
+from kvstore.moves import MoveStatus
+from kvstore.wire import mover as wire
+from tests.tiers.harness import DRAM, NVME, SLABS, SLOT_BYTES, Harness
+from tiers.dram import DramTier
+from tiers.nvme.directory import NvmeDirectory
+
+Start = Callable[..., MoverLink]
+_DEADLINE_S = 30.0
+
+
+def wait_for(link: MoverLink, kind: type, count: int = 1) -> list[wire.Message]:
+    """All messages until `count` of `kind` have come (replies count their records), or the mover ended."""
+    messages: list[wire.Message] = []
+    deadline = time.monotonic() + _DEADLINE_S
+    seen = 0
+    while seen < count and not link.ended:
+        left = deadline - time.monotonic()
+        assert left > 0, f"no {kind.__name__} in {_DEADLINE_S} s; got {messages}"
+        select.select([link], [link] if link.wants_write else [], [], left)
+        link.flush()
+        for message in link.receive():
+            messages.append(message)
+            if isinstance(message, kind):
+                seen += len(message.replies) if isinstance(message, wire.Replies) else 1
+    return messages
+
+
+def statuses(messages: list[wire.Message]) -> dict[int, int]:
+    """Status by move id."""
+    found: dict[int, int] = {}
+    for message in messages:
+        if isinstance(message, wire.Replies):
+            found |= dict(
+                zip(message.replies["id"].tolist(), message.replies["status"].tolist(), strict=True)
+            )
+    return found
+
+
+def wait_dead(link: MoverLink) -> int:
+    """Exit code, once the pidfd has fired."""
+    assert select.select([link.pidfd], [], [], _DEADLINE_S)[0], "the mover did not end"
+    code = link.reap(_DEADLINE_S)
+    assert code is not None
+    return code
+
+
+@pytest.fixture
+def memory() -> Iterator[DramTier]:
+    made = DramTier()
+    made.create(DRAM, 64 * SLOT_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def harness(memory: DramTier) -> Iterator[Harness]:
+    made = Harness(memory, np.random.default_rng(7))
+    yield made
+    del made.bytes
+
+
+@pytest.fixture
+def start(memory: DramTier, tmp_path: Path) -> Iterator[Start]:
+    links: list[MoverLink] = []
+
+    def begin(*, lock_fd: int | None = None, max_outstanding: int = 1024, **config: object) -> MoverLink:
+        settings = {"directory": str(tmp_path), "threads": 2} | config
+        link = MoverLink.start(
+            wire.Config(**settings),  # type: ignore[arg-type]
+            lock_fd=lock_fd,
+            max_outstanding=max_outstanding,
+        )
+        links.append(link)
+        link.send_extent(DRAM, 64 * SLOT_BYTES, memory.descriptor(DRAM))
+        link.send_slab(NVME, 1, SLABS, SLOT_BYTES)
+        return link
+
+    yield begin
+    for link in links:
+        if link.pidfd >= 0:
+            link.kill()
+            link.stop()
+            link.reap(_DEADLINE_S)
+
+
+def test_blocks_go_down_and_come_back(start: Start, harness: Harness) -> None:
+    link = start()
+    expected = [harness.fill(slot) for slot in range(32)]
+    assert link.send_moves(harness.moves_for(list(range(32)))) == 32
+    assert set(statuses(wait_for(link, wire.Replies, 32)).values()) == {MoveStatus.OK}
+    link.send_sync(11)
+    synced = wait_for(link, wire.Synced)[-1]
+    assert synced == wire.Synced(id=11)
+    assert link.send_moves(harness.moves_back(list(range(32)))) == 32
+    assert set(statuses(wait_for(link, wire.Replies, 32)).values()) == {MoveStatus.OK}
+    for slot in range(32):
+        assert np.array_equal(harness.bytes[slot + 32], expected[slot])
+    assert (link.outstanding, link.syncs, link.stalled_s()) == (0, 0, 0.0)
+    link.stop()
+    assert wait_dead(link) == 0
+
+
+def test_it_says_what_it_is(start: Start) -> None:
+    link = start(threads=3)
+    messages = wait_for(link, wire.SlabOpened)
+    assert wire.Ready(threads=3) in messages
+    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True)
+
+
+def test_a_slab_that_is_not_to_be_had_is_said(start: Start, harness: Harness) -> None:
+    link = start()
+    link.send_slab(NVME + 1, 2, 1 << 50, SLOT_BYTES)
+    failed = wait_for(link, wire.SlabFailed)[-1]
+    assert isinstance(failed, wire.SlabFailed)
+    assert failed.extent == NVME + 1
+    assert "no space" in failed.text
+    moves = harness.moves_for([0])
+    moves["nvme_extent"] = NVME + 1
+    link.send_moves(moves)
+    messages = wait_for(link, wire.Replies)
+    assert list(statuses(messages).values()) == [MoveStatus.IO_ERROR]
+
+
+def test_a_damaged_block_is_corrupt_and_is_said_once(start: Start, harness: Harness, tmp_path: Path) -> None:
+    link = start()
+    slots = list(range(4))
+    for slot in slots:
+        harness.fill(slot)
+    link.send_moves(harness.moves_for(slots))
+    wait_for(link, wire.Replies, 4)
+    slab = next(tmp_path.glob("slab-*.kv"))
+    with slab.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+    back = harness.moves_back(slots)
+    link.send_moves(back)
+    messages = wait_for(link, wire.Replies, 4)
+    found = statuses(messages)
+    assert [found[move] for move in back["id"].tolist()] == [MoveStatus.CORRUPT, 0, 0, 0]
+    notices = [message.text for message in messages if isinstance(message, wire.Notice)]
+    assert len(notices) == 1
+    assert "not what was written" in notices[0]
+
+
+def test_what_went_through_is_counted(start: Start, harness: Harness) -> None:
+    link = start()
+    harness.fill(0)
+    link.send_moves(harness.moves_for([0]))
+    counts = wait_for(link, wire.Counts)[-1]
+    while isinstance(counts, wire.Counts) and counts.written_blocks == 0:
+        counts = wait_for(link, wire.Counts)[-1]
+    assert isinstance(counts, wire.Counts)
+    assert (counts.written_blocks, counts.written_bytes) == (1, SLOT_BYTES)
+
+
+def test_what_is_out_is_bounded(start: Start, harness: Harness) -> None:
+    """A queue to a disk that had stopped grew until memory was gone."""
+    link = start(max_outstanding=10)
+    wait_for(link, wire.SlabOpened)
+    os.kill(link.pid, signal.SIGSTOP)
+    moves = harness.moves_for(list(range(32)))
+    assert link.send_moves(moves) == 10
+    assert link.send_moves(moves[10:]) == 0
+    assert link.room == 0
+    time.sleep(0.05)
+    assert link.stalled_s() >= 0.05
+    os.kill(link.pid, signal.SIGCONT)
+    assert len(statuses(wait_for(link, wire.Replies, 10))) == 10
+    assert link.room == 10
+
+
+def test_a_full_socket_does_not_block(start: Start, harness: Harness) -> None:
+    """The daemon's loop stood still while a mover that had stopped did not read its socket."""
+    link = start(max_outstanding=1 << 20)
+    wait_for(link, wire.SlabOpened)
+    os.kill(link.pid, signal.SIGSTOP)
+    moves = np.tile(harness.moves_for(list(range(32))), 8)
+    moves["id"] = np.arange(1000, 1000 + len(moves))
+    sent = 0
+    while (count := link.send_moves(moves)) > 0:
+        sent += count
+        assert sent < 1 << 20
+    link.send_sync(1)
+    assert link.wants_write
+    assert link.room == 0
+    os.kill(link.pid, signal.SIGCONT)
+    messages = wait_for(link, wire.Synced)
+    replies = sum(len(message.replies) for message in messages if isinstance(message, wire.Replies))
+    if replies < sent:
+        wait_for(link, wire.Replies, sent - replies)
+    assert link.outstanding == 0
+
+
+def test_kill_in_the_middle_fires_the_pidfd(start: Start, harness: Harness, tmp_path: Path) -> None:
+    """After a mover had died its moves stayed under way for ever."""
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    for slot in range(32):
+        harness.fill(slot)
+    link.send_moves(harness.moves_for(list(range(32))))
+    link.kill()
+    wait_for(link, wire.Replies, 32)
+    assert link.ended
+    assert wait_dead(link) == -signal.SIGKILL
+    second = start()
+    slots = list(range(32))
+    second.send_moves(harness.moves_for(slots))
+    assert set(statuses(wait_for(second, wire.Replies, 32)).values()) == {MoveStatus.OK}
+    assert len(list(tmp_path.glob("slab-*"))) == 1
+
+
+@pytest.mark.parametrize("point", ["move.start", "move.done", "mover.sync"])
+def test_named_fault_points_kill(
+    start: Start, harness: Harness, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setenv("KVSTORE_FAULT", f"{point}:kill")
+    link = start()
+    harness.fill(0)
+    link.send_moves(harness.moves_for([0]))
+    link.send_sync(1)
+    wait_for(link, wire.SlabFailed)  # which never comes
+    assert wait_dead(link) == -signal.SIGKILL
+
+
+def test_a_killed_write_is_never_read_as_whole(
+    start: Start, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block half overwritten by a writer that died was served as the new one."""
+    monkeypatch.setenv("KVSTORE_FAULT", "move.done:kill")
+    link = start(threads=1)
+    new = harness.fill(0)
+    link.send_moves(harness.moves_for([0]))
+    wait_for(link, wire.Replies)
+    wait_dead(link)
+    monkeypatch.delenv("KVSTORE_FAULT")
+    second = start()
+    second.send_moves(harness.moves_back([0]))
+    (status,) = statuses(wait_for(second, wire.Replies)).values()
+    assert status == MoveStatus.OK  # the write had ended before the kill: the trailer proves it
+    assert np.array_equal(harness.bytes[32], new)
+
+
+def test_eof_finishes_what_runs_and_keeps_the_lock_until_then(
+    start: Start, harness: Harness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A restarted daemon reused disk slots that the mover of the dead one was still writing."""
+    monkeypatch.setenv("KVSTORE_FAULT", "move.done:sleep=0.5")
+    directory = NvmeDirectory.open(tmp_path)
+    link = start(lock_fd=directory.lock_fd, threads=1)
+    directory.close()
+    wait_for(link, wire.SlabOpened)
+    harness.fill(0)
+    link.send_moves(harness.moves_for([0]))
+    time.sleep(0.1)
+    link.stop()
+    with pytest.raises(Exception, match="in use by another kvstore daemon or its mover"):
+        NvmeDirectory.open(tmp_path)
+    assert wait_dead(link) == 0
+    NvmeDirectory.open(tmp_path).close()
+
+
+def test_signals_for_the_daemon_do_not_end_it(start: Start, harness: Harness) -> None:
+    """Ctrl-C and a service manager's SIGTERM reached the movers too, and the drain lost what it was to flush."""
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    os.kill(link.pid, signal.SIGTERM)
+    os.kill(link.pid, signal.SIGINT)
+    assert os.getsid(link.pid) != os.getsid(0)
+    link.send_moves(harness.moves_for([0]))
+    assert set(statuses(wait_for(link, wire.Replies)).values()) == {MoveStatus.OK}
+
+
+def test_drop_gives_the_room_back(start: Start, tmp_path: Path, harness: Harness) -> None:
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    link.send_drop(Tier.NVME, NVME)
+    link.send_drop(Tier.DRAM, DRAM)
+    link.send_moves(harness.moves_for([0]))
+    assert list(statuses(wait_for(link, wire.Replies)).values()) == [MoveStatus.IO_ERROR]
+    assert list(tmp_path.glob("slab-*")) == []
+
+
+def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
+    queue = WorkQueue()
+    taken: list[str] = []
+    for i in range(20):
+        queue.put_write(lambda i=i: taken.append(f"w{i}"))  # type: ignore[misc]
+        queue.put_read(lambda i=i: taken.append(f"r{i}"))  # type: ignore[misc]
+    queue.put_sync(lambda: taken.append("sync"))
+    for _ in range(10):
+        job = queue.get()
+        assert job is not None
+        job()
+    assert taken == ["sync", "r0", "r1", "r2", "r3", "r4", "r5", "r6", "w0", "r7"]
+    queue.close()
+    assert queue.get() is None

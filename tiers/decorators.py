@@ -1,0 +1,188 @@
+"""What can be put around any StorageTier: a rate, counts, and faults made on purpose.
+
+Each passes the contract on and adds one thing, so a tier itself has no flags. Safe for several threads, as the
+contract asks. Time and sleep are arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.moves import MoveKind, MoveStatus
+from kvstore.wire.packed import REPLY
+from tiers.base import Moves, Replies, StorageTier
+
+__all__ = ["FaultyStorage", "MeasuredStorage", "StorageCounts", "ThrottledStorage"]
+
+_MAX_SLEEP_S = 1.0
+
+
+class _Decorator:
+    """Passes everything on."""
+
+    def __init__(self, inner: StorageTier) -> None:
+        self._inner = inner
+
+    def open_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int) -> None:
+        """See StorageTier."""
+        self._inner.open_slab(extent, number, nbytes, slot_bytes)
+
+    def drop_slab(self, extent: int) -> None:
+        """See StorageTier."""
+        self._inner.drop_slab(extent)
+
+    def pieces(self, moves: Moves) -> Sequence[Moves]:
+        """See StorageTier."""
+        return self._inner.pieces(moves)
+
+    def transfer(self, moves: Moves) -> Replies:
+        """See StorageTier."""
+        return self._inner.transfer(moves)
+
+    def sync(self) -> None:
+        """See StorageTier."""
+        self._inner.sync()
+
+    def close(self) -> None:
+        """See StorageTier."""
+        self._inner.close()
+
+
+class ThrottledStorage(_Decorator):
+    """Writes at most `write_bytes_per_s`, to spare the medium or leave it to others; reads are never held back.
+
+    A bucket of one second: a caller waits before its write until the bucket covers it. A write larger than the bucket
+    goes through once the bucket is full, and the debt is waited off by the next.
+    """
+
+    def __init__(
+        self,
+        inner: StorageTier,
+        *,
+        write_bytes_per_s: int,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        super().__init__(inner)
+        self._rate = write_bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._tokens = float(write_bytes_per_s)
+        self._at = clock()
+
+    def transfer(self, moves: Moves) -> Replies:
+        """See StorageTier; may wait."""
+        wanted = int(moves["length"][moves["kind"] == MoveKind.WRITE].sum(dtype=np.uint64))
+        while wanted and (wait_s := self._take(wanted)) > 0:
+            self._sleep(min(wait_s, _MAX_SLEEP_S))
+        return self._inner.transfer(moves)
+
+    def _take(self, wanted: int) -> float:
+        """Takes `wanted` tokens and answers 0, or takes none and answers the seconds until they are there."""
+        with self._lock:
+            now = self._clock()
+            self._tokens = min(float(self._rate), self._tokens + (now - self._at) * self._rate)
+            self._at = now
+            missing = min(wanted, self._rate) - self._tokens
+            if missing > 0.5:  # less than a byte is the clock's rounding, not a debt
+                return missing / self._rate
+            self._tokens -= wanted
+            return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageCounts:
+    """What went through a tier since it was made. `busy_s` is thread-seconds within calls."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    corrupt_blocks: int = 0
+    failed_blocks: int = 0
+    syncs: int = 0
+    busy_s: float = 0.0
+
+
+class MeasuredStorage(_Decorator):
+    """Counts what went through and how long it took. Blocks and bytes are those that went through well."""
+
+    def __init__(self, inner: StorageTier, *, clock: Callable[[], float]) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts = StorageCounts()
+
+    def counts(self) -> StorageCounts:
+        """The counts now."""
+        return self._counts
+
+    def transfer(self, moves: Moves) -> Replies:
+        """See StorageTier."""
+        begin = self._clock()
+        replies = self._inner.transfer(moves)
+        busy_s = self._clock() - begin
+        statuses = replies["status"]
+        good = np.isin(moves["id"], replies["id"][statuses == MoveStatus.OK])
+        writes = moves["kind"] == MoveKind.WRITE
+        lengths = moves["length"].astype(np.uint64)
+        with self._lock:
+            old = self._counts
+            self._counts = StorageCounts(
+                read_blocks=old.read_blocks + int((good & ~writes).sum()),
+                read_bytes=old.read_bytes + int(lengths[good & ~writes].sum()),
+                written_blocks=old.written_blocks + int((good & writes).sum()),
+                written_bytes=old.written_bytes + int(lengths[good & writes].sum()),
+                corrupt_blocks=old.corrupt_blocks + int((statuses == MoveStatus.CORRUPT).sum()),
+                failed_blocks=old.failed_blocks + int((statuses == MoveStatus.IO_ERROR).sum()),
+                syncs=old.syncs,
+                busy_s=old.busy_s + busy_s,
+            )
+        return replies
+
+    def sync(self) -> None:
+        """See StorageTier."""
+        begin = self._clock()
+        self._inner.sync()
+        busy_s = self._clock() - begin
+        with self._lock:
+            old = self._counts
+            self._counts = replace(old, syncs=old.syncs + 1, busy_s=old.busy_s + busy_s)
+
+
+class FaultyStorage(_Decorator):
+    """Fails moves on purpose. `decide` gives the MoveStatus of each move: OK goes to the tier, the rest do not.
+
+    `before_sync` runs before each sync and may raise OSError. Both may sleep, to be a slow disk.
+    """
+
+    def __init__(
+        self,
+        inner: StorageTier,
+        *,
+        decide: Callable[[Moves], NDArray[np.uint32]],
+        before_sync: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(inner)
+        self._decide = decide
+        self._before_sync = before_sync
+
+    def transfer(self, moves: Moves) -> Replies:
+        """See StorageTier."""
+        decided = self._decide(moves)
+        failed = decided != MoveStatus.OK
+        replies = np.zeros(int(failed.sum()), dtype=REPLY)
+        replies["id"] = moves["id"][failed]
+        replies["status"] = decided[failed]
+        return np.concatenate((replies, self._inner.transfer(moves[~failed])))
+
+    def sync(self) -> None:
+        """See StorageTier."""
+        self._before_sync()
+        self._inner.sync()

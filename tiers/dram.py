@@ -1,0 +1,20 @@
+"""DRAM: memfd extents, each mapped wherever the kernel puts it."""
+
+from __future__ import annotations
+
+from tiers.memfd import MemfdTier, map_memory, unmap
+
+__all__ = ["DramTier"]
+
+
+class DramTier(MemfdTier):
+    """MemoryTier of host memory. `huge_pages` asks for them where the host allows."""
+
+    def __init__(self, *, huge_pages: bool = False) -> None:
+        super().__init__("dram", huge_pages=huge_pages)
+
+    def _map(self, extent: int, fd: int, nbytes: int) -> int:  # noqa: ARG002 (the place is the kernel's choice)
+        return map_memory(fd, nbytes)
+
+    def _unmap(self, extent: int, address: int, nbytes: int) -> None:  # noqa: ARG002
+        unmap(address, nbytes)

@@ -1,0 +1,275 @@
+"""Sealed memfds and where they are mapped: what every memory tier on the host is made of.
+
+A memfd is allocated in full and sealed against resizing before anybody else gets its descriptor, so that touching it
+can never raise SIGBUS: neither because memory ran out nor because another process cut it short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import AlreadyExists, InvalidArgument, KvstoreError, NotFound, ResourceExhausted
+from kvstore.units import format_size
+from tiers.base import PAGE_BYTES
+
+__all__ = [
+    "MemfdTier",
+    "available_memory_bytes",
+    "check_sealed",
+    "create_memfd",
+    "map_memory",
+    "populate",
+    "reserve",
+    "unmap",
+]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT)
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL: populating takes seconds
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be taken: the host's, or the cgroup's where that is less; very much where unknown."""
+    available = sys.maxsize
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
+    for folder, limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            most = int((folder / limit).read_text(encoding="ascii"))
+            now = int((folder / used).read_text(encoding="ascii"))
+            available = min(available, max(0, most - now + _page_cache_bytes(folder / "memory.stat")))
+    return available
+
+
+def _page_cache_bytes(stat: Path) -> int:
+    """File pages of a cgroup, which it counts as used and gives back when memory is short."""
+    fields = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+
+
+def create_memfd(name: str, nbytes: int, *, huge_pages: bool = False) -> int:
+    """A sealed memfd of `nbytes` zeros, all of it allocated; the caller's. About 0.3 s a GiB, without the GIL.
+
+    Raises InvalidArgument for a size that is not a positive multiple of 4096, ResourceExhausted where memory is short.
+    """
+    if nbytes <= 0 or nbytes % PAGE_BYTES:
+        raise InvalidArgument(f"an extent is a positive multiple of {PAGE_BYTES} bytes, not {nbytes}")
+    available = available_memory_bytes()
+    if nbytes > available:
+        raise ResourceExhausted(
+            f"not enough memory for {format_size(nbytes)}: {format_size(available)} is available"
+        )
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        if huge_pages:
+            _populate_huge(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in _SHORT_OF_MEMORY:
+            raise ResourceExhausted(
+                f"not enough memory for {format_size(nbytes)}: {error.strerror}"
+            ) from error
+        raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed(fd: int, nbytes: int) -> None:
+    """Raises InvalidArgument unless `fd` is a memfd of at least `nbytes` that nobody can resize any more."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise InvalidArgument("the descriptor of an extent is not a memfd") from None
+    if seals & _NEEDED_SEALS != _NEEDED_SEALS:
+        raise InvalidArgument("the memfd of an extent is not sealed against resizing")
+    status = os.fstat(fd)
+    if status.st_size < nbytes:
+        raise InvalidArgument(f"the memfd of an extent has {status.st_size} bytes, {nbytes} were promised")
+    # A sparse memfd allocates at first touch, and that raises SIGBUS when memory is short.
+    if status.st_blocks * 512 < nbytes:
+        raise InvalidArgument("the memfd of an extent is not allocated in full")
+
+
+def map_memory(fd: int, nbytes: int, address: int = 0) -> int:
+    """Maps a memfd shared and writable; at exactly `address`, over what was there, if that is given."""
+    flags = mmap.MAP_SHARED | (_MAP_FIXED if address else 0)
+    return _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+
+
+def reserve(nbytes: int, address: int = 0) -> int:
+    """Takes address space and no memory; touching it is a SIGSEGV. At `address`, over what was there, if given."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | (_MAP_FIXED if address else 0)
+    return _mmap(address, nbytes, 0, flags, -1)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Gives a mapping's address range back."""
+    if _libc.munmap(address, nbytes) != 0:
+        raise _os_error("munmap")
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Fills this process's page tables for a mapping ahead of use, without the GIL. Best effort: old kernels refuse."""
+    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def _populate_huge(fd: int, nbytes: int) -> None:
+    """Allocates by touching through an advised mapping: posix_fallocate alone takes no huge pages in "advise" mode.
+
+    Where the host allows none this leaves the memory to posix_fallocate.
+    """
+    address = map_memory(fd, nbytes)
+    try:
+        if _libc.madvise(address, nbytes, _MADV_HUGEPAGE) == 0:
+            _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+    finally:
+        unmap(address, nbytes)
+
+
+def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    result = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
+    if result is None or result == _MAP_FAILED:
+        raise _os_error("mmap")
+    return int(result)
+
+
+def _os_error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
+
+
+class MemfdTier(ABC):
+    """MemoryTier of memfds; where an extent is mapped is the subclass's. `tiers.base.MemoryTier` is the contract."""
+
+    def __init__(self, name: str, *, huge_pages: bool = False) -> None:
+        self._name = name
+        self._huge_pages = huge_pages
+        self._fds: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._views: dict[int, memoryview] = {}
+        self._bases = np.zeros(64, dtype=np.uint64)  # [extent] address; 0: not mapped
+
+    @abstractmethod
+    def _map(self, extent: int, fd: int, nbytes: int) -> int:
+        """Maps the memfd; its address. Raises KvstoreError or OSError with nothing mapped."""
+
+    @abstractmethod
+    def _unmap(self, extent: int, address: int, nbytes: int) -> None:
+        """Undoes `_map`."""
+
+    def create(self, extent: int, nbytes: int) -> int:
+        """See MemoryTier."""
+        self._require_new(extent)
+        fd = create_memfd(f"{self._name}-{extent}", nbytes, huge_pages=self._huge_pages)
+        self._enter(extent, fd, nbytes)
+        return fd
+
+    def adopt(self, extent: int, fd: int, nbytes: int) -> None:
+        """See MemoryTier."""
+        try:
+            self._require_new(extent)
+            check_sealed(fd, nbytes)
+        except KvstoreError:
+            os.close(fd)
+            raise
+        self._enter(extent, fd, nbytes)
+
+    def descriptor(self, extent: int) -> int:
+        """See MemoryTier."""
+        self._require(extent)
+        return self._fds[extent]
+
+    def view(self, extent: int) -> memoryview:
+        """See MemoryTier."""
+        self._require(extent)
+        return self._views[extent]
+
+    def addresses(self, extents: NDArray[np.uint16], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """See MemoryTier."""
+        if len(extents) and int(extents.max()) >= len(self._bases):
+            raise NotFound(f"{self._name} extent {int(extents.max())} is not mapped")
+        bases = self._bases[extents]
+        if not bases.all():
+            raise NotFound(f"{self._name} extent {int(extents[bases == 0][0])} is not mapped")
+        return bases + offsets
+
+    def address(self, extent: int) -> int:
+        """Where the extent begins in this process. Raises NotFound."""
+        self._require(extent)
+        return int(self._bases[extent])
+
+    def extents(self) -> dict[int, int]:
+        """Bytes of each mapped extent."""
+        return dict(self._bytes)
+
+    def populate(self, extent: int) -> None:
+        """Fills page tables ahead of use; may take a second a GiB, without the GIL."""
+        populate(self.address(extent), self._bytes[extent])
+
+    def drop(self, extent: int) -> None:
+        """See MemoryTier."""
+        self._require(extent)
+        self._views.pop(extent)
+        address, nbytes = int(self._bases[extent]), self._bytes.pop(extent)
+        self._bases[extent] = 0
+        self._unmap(extent, address, nbytes)
+        os.close(self._fds.pop(extent))
+
+    def close(self) -> None:
+        """See MemoryTier."""
+        for extent in tuple(self._fds):
+            self.drop(extent)
+
+    def _enter(self, extent: int, fd: int, nbytes: int) -> None:
+        try:
+            address = self._map(extent, fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        if extent >= len(self._bases):
+            grown = np.zeros(max(extent + 1, 2 * len(self._bases)), dtype=np.uint64)
+            grown[: len(self._bases)] = self._bases
+            self._bases = grown
+        self._fds[extent], self._bytes[extent] = fd, nbytes
+        self._views[extent] = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+        self._bases[extent] = address
+
+    def _require(self, extent: int) -> None:
+        if extent not in self._fds:
+            raise NotFound(f"{self._name} extent {extent} is not mapped")
+
+    def _require_new(self, extent: int) -> None:
+        if extent in self._fds:
+            raise AlreadyExists(f"{self._name} extent {extent} is mapped already")
