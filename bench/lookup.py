@@ -1,0 +1,280 @@
+"""`kvstore bench lookup`: how long it takes to find and to lease a long cached prompt, and how many a second.
+
+A real daemon in a temporary folder holds a million blocks of 4 KiB in its HBM twin, stored over the stream as an engine
+stores them, in chains of 4,096 (a block's size does not matter here: no byte of it is looked at). `match` is the local
+lookup in the mapped tables; `call` is one acquire over the stream, from the call to the grant in hand, its release not
+counted. `random` looks up blocks of all chains in random order instead of chains. Loaded means: one client reads blocks
+back from disk through a DRAM tier too small for them, as fast as it goes, and another one stores new blocks, each in
+the place of one that is evicted. The eight clients are eight processes, each with 1,024 chained blocks a call (32k
+tokens at 32 tokens a block). The ratio of 10 M to 10 k rows is taken on the store alone, in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvstore
+from bench.blocks import ANSWER_S, LARGE, SMALL, chains, fill, parts
+from bench.load import LoadPlan, spawn
+from bench.scale import scale_ratio
+from bench.service import Service, serve
+from bench.timing import median, percentile, sample_ms
+from kvstore.client import DeviceSpec, Namespace, Session, Targets
+from kvstore.errors import KvstoreError
+from kvstore.layout import table_bytes
+from kvstore.moves import Outcome
+
+__all__ = ["FULL", "SHORT", "LookupPlan", "LookupResult", "Pair", "measure"]
+
+U64 = NDArray[np.uint64]
+
+_CHAIN = 4096
+_LENGTHS = (1024, 4096)
+_EXTENT_BYTES = 64 << 20
+_SPARE_SLOTS = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupPlan:
+    """Sizes of one run."""
+
+    rows: int
+    max_rows: int
+    samples: int
+    loaded_samples: int
+    clients: int
+    seconds: float
+    """Of each throughput."""
+    disk_chains: int
+    """Chains of 64 large blocks that are read back while loaded; more of them than DRAM has room for."""
+    dram: str
+    nvme: str
+    scale_rows: tuple[int, int]
+
+
+FULL = LookupPlan(
+    rows=1_000_000,
+    max_rows=1 << 20,
+    samples=300,
+    loaded_samples=1000,
+    clients=8,
+    seconds=5.0,
+    disk_chains=24,
+    dram="512MiB",
+    nvme="4GiB",
+    scale_rows=(10_000, 10_000_000),
+)
+SHORT = LookupPlan(
+    rows=50_000,
+    max_rows=1 << 17,
+    samples=40,
+    loaded_samples=100,
+    clients=2,
+    seconds=0.5,
+    disk_chains=6,
+    dram="256MiB",
+    nvme="1GiB",
+    scale_rows=(10_000, 100_000),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Medians for prompts of 1,024 and of 4,096 blocks, in milliseconds."""
+
+    match_ms: dict[str, float]
+    call_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupResult:
+    """What was measured. Times are milliseconds."""
+
+    chained: Pair
+    random: Pair
+    call_p99_ms_loaded: float
+    calls_per_s_8_clients: float
+    matches_per_s_8_clients: float
+    scale_ratio_10k_to_10m: float
+    index_bytes_per_block: float
+    daemon_private_bytes_per_block: float
+    loaded_blocks_read_per_s: float
+    loaded_blocks_stored_per_s: float
+
+    def to_json(self) -> dict[str, object]:
+        """The object that `--json` prints."""
+        return {
+            "match_ms": self.chained.match_ms,
+            "call_ms": self.chained.call_ms,
+            "call_p99_ms_loaded": self.call_p99_ms_loaded,
+            "calls_per_s_8_clients": self.calls_per_s_8_clients,
+            "matches_per_s_8_clients": self.matches_per_s_8_clients,
+            "scale_ratio_10k_to_10m": self.scale_ratio_10k_to_10m,
+            "index_bytes_per_block": self.index_bytes_per_block,
+            "random": {"match_ms": self.random.match_ms, "call_ms": self.random.call_ms},
+            "daemon_private_bytes_per_block": self.daemon_private_bytes_per_block,
+            "loaded": {
+                "blocks_read_per_s": self.loaded_blocks_read_per_s,
+                "blocks_stored_per_s": self.loaded_blocks_stored_per_s,
+            },
+        }
+
+
+def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = None) -> LookupResult:
+    """Runs everything, in a minute or two. `say` is told what is being done; `parent` is where storage is made.
+
+    Raises: Unavailable when the daemon does not start, KvstoreError when it does not answer as it must.
+    """
+    say(f"the store alone at {plan.scale_rows[0]:,} and {plan.scale_rows[1]:,} rows")
+    ratio = scale_ratio(*plan.scale_rows, samples=plan.samples)
+    hbm_bytes = _hbm_bytes(plan)
+    settings = {
+        "max_rows": str(plan.max_rows),
+        "hbm": str(hbm_bytes + (1 << 30)),
+        "min_slot": "4KiB",
+        "dram": plan.dram,
+        "nvme": "{folder}/nvme:" + plan.nvme,
+    }
+    say("starting a daemon")
+    with serve(settings, parent) as service, kvstore.connect(service.socket, timeout_s=ANSWER_S) as client:
+        targets = Targets(credit=0, room=0, breaker_s=ANSWER_S)
+        with client.attach(
+            "bench-lookup", SMALL, DeviceSpec(hbm_bytes=hbm_bytes), targets=targets
+        ) as session:
+            namespace = session.open_namespace(parts(SMALL, "bench"))
+            say(f"storing {plan.rows:,} blocks")
+            cached = chains(namespace.key, plan.rows, _CHAIN, seed=1)
+            fill(session, namespace, cached)
+            return _measure_filled(plan, say, service, session, namespace, cached, ratio)
+
+
+def _measure_filled(
+    plan: LookupPlan,
+    say: Callable[[str], None],
+    service: Service,
+    session: Session,
+    namespace: Namespace,
+    cached: Sequence[U64],
+    ratio: float,
+) -> LookupResult:
+    prompts = [chain for chain in cached if len(chain) == _CHAIN]
+    say("match and acquire, chained and random")
+    chained = _pair(session, namespace, prompts, plan.samples)
+    random = _pair(session, namespace, _shuffled(prompts), plan.samples)
+    shape = session.tables.tables.columns.shape
+    private_bytes = service.daemon_resident_bytes()
+    say(f"{plan.clients} clients")
+    load = LoadPlan(
+        socket=str(service.socket), seconds=plan.seconds, blocks=_CHAIN, chains=4, hbm_bytes=_hbm_bytes(plan)
+    )
+    calls = _throughput("calls", load, plan.clients)
+    matches = _throughput("matches", load, plan.clients)
+    say("acquire while disk reads and eviction run")
+    p99_ms, read_per_s, stored_per_s = _loaded(plan, load, session, namespace, prompts)
+    return LookupResult(
+        chained=chained,
+        random=random,
+        call_p99_ms_loaded=p99_ms,
+        calls_per_s_8_clients=calls,
+        matches_per_s_8_clients=matches,
+        scale_ratio_10k_to_10m=ratio,
+        index_bytes_per_block=table_bytes(shape) / shape.max_rows,
+        daemon_private_bytes_per_block=private_bytes / plan.rows,
+        loaded_blocks_read_per_s=read_per_s,
+        loaded_blocks_stored_per_s=stored_per_s,
+    )
+
+
+def _hbm_bytes(plan: LookupPlan) -> int:
+    wanted = (plan.rows + _SPARE_SLOTS) * SMALL.slot_bytes
+    return -(-wanted // _EXTENT_BYTES) * _EXTENT_BYTES
+
+
+def _shuffled(prompts: Sequence[U64]) -> list[U64]:
+    """As many prompts of blocks that are cached, in no order: none follows its neighbour in the tables."""
+    every = np.concatenate(prompts)
+    mixed = every[np.random.default_rng(2).permutation(len(every))]
+    return [mixed[at : at + _CHAIN] for at in range(0, len(mixed), _CHAIN)]
+
+
+def _pair(session: Session, namespace: Namespace, prompts: Sequence[U64], samples: int) -> Pair:
+    """Each sample another prompt; collection of garbage is left to the pauses, as an engine does."""
+    source = itertools.cycle(prompts)
+    match_ms, call_ms = {}, {}
+    gc.disable()
+    try:
+        for length in _LENGTHS:
+            match_ms[str(length)] = median(_match_ms(session, namespace, source, length, samples))
+            call_ms[str(length)] = median(
+                _call_ms(session, namespace, source, itertools.repeat(length), samples)
+            )
+    finally:
+        gc.enable()
+    return Pair(match_ms=match_ms, call_ms=call_ms)
+
+
+def _match_ms(
+    session: Session, namespace: Namespace, prompts: Iterator[U64], length: int, samples: int
+) -> list[float]:
+    def look() -> None:
+        found = session.match(namespace, next(prompts)[:length])
+        if found.hits != length:
+            raise KvstoreError(f"only {found.hits} of {length} blocks are cached")
+
+    return sample_ms(look, samples)
+
+
+def _call_ms(
+    session: Session, namespace: Namespace, prompts: Iterator[U64], lengths: Iterator[int], samples: int
+) -> list[float]:
+    """From the call to the grant. The release that follows is not timed, and is done before the next call."""
+    times = []
+    for lease in range(1, samples + 1):
+        hashes = next(prompts)[: next(lengths)]
+        start = time.perf_counter_ns()
+        pending = session.acquire(namespace, lease, hashes)
+        grant = pending.result(ANSWER_S)
+        times.append((time.perf_counter_ns() - start) / 1e6)
+        if (grant.outcomes != Outcome.HIT_HBM).any():
+            hits = int((grant.outcomes == Outcome.HIT_HBM).sum())
+            raise KvstoreError(f"only {hits} of {len(hashes)} blocks are cached")
+        pending.abandon()
+        session.step()
+        session.acquire(namespace, lease, hashes[:0]).result(
+            ANSWER_S
+        )  # the stream is in order: the release is done
+    return times
+
+
+def _throughput(role: str, load: LoadPlan, clients: int) -> float:
+    """Calls a second of all clients together."""
+    with spawn(role, load, clients) as workers:
+        for worker in workers:
+            worker.go()
+        done = [worker.result(load.seconds + ANSWER_S) for worker in workers]
+    return sum(each["count"] / each["seconds"] for each in done)
+
+
+def _loaded(
+    plan: LookupPlan, load: LoadPlan, session: Session, namespace: Namespace, prompts: Sequence[U64]
+) -> tuple[float, float, float]:
+    """99th percentile of an acquire in ms, and what the others do meanwhile a second: blocks read and blocks stored."""
+    disk = replace(load, blocks=64, chains=plan.disk_chains, hbm_bytes=192 * LARGE.slot_bytes)
+    store = replace(load, blocks=256)
+    hot = itertools.cycle(prompts[-8:])  # the others are evicted in the meantime
+    with spawn("promote", disk) as (reader,), spawn("store", store) as (writer,):
+        reader.go()
+        writer.go()
+        start = time.monotonic()
+        times = _call_ms(session, namespace, hot, itertools.cycle(_LENGTHS), plan.loaded_samples)
+        assert time.monotonic() - start < plan.seconds
+        read, stored = (worker.result(plan.seconds + ANSWER_S) for worker in (reader, writer))
+    return percentile(times, 99), read["count"] / read["seconds"], stored["count"] / stored["seconds"]

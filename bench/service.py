@@ -1,0 +1,101 @@
+"""A daemon of our own: the real `kvstore serve`, in a temporary folder, for the length of a `with`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import kvstore
+from kvstore.errors import KvstoreError, Unavailable
+
+__all__ = ["Service", "serve"]
+
+_READY_S = 60.0
+_STOP_S = 60.0
+_POLL_S = 0.02
+
+
+class Service:
+    """A running daemon."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.folder = folder
+        self.process = process
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self.folder / "kvstore.sock"
+
+    def daemon_resident_bytes(self) -> int:
+        """Resident memory of the daemon process, shared mappings not counted."""
+        with kvstore.connect(self.socket) as client:
+            pid = client.describe().pid
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+@contextmanager
+def serve(settings: Mapping[str, str], parent: Path | None = None) -> Iterator[Service]:
+    """Starts `kvstore serve` with these settings (keys as in the configuration file) and stops it at the end.
+
+    `parent` is where its folder, and the storage in it, is made. `{folder}` in a value is that folder. Raises:
+    Unavailable with the end of its log when it is not ready in a minute.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=parent))
+    variables = {
+        f"KVSTORE_{key.upper()}": value.replace("{folder}", str(folder)) for key, value in settings.items()
+    }
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")
+    } | variables
+    environ["KVSTORE_SOCKET"] = str(folder / "kvstore.sock")
+    log = folder / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.cli.main", "serve"],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+        )
+    try:
+        service = Service(folder, process)
+        _await_ready(service, log)
+        yield service
+    finally:
+        _stop(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_ready(service: Service, log: Path) -> None:
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline and service.process.poll() is None:
+        if service.socket.exists():
+            try:
+                with kvstore.connect(service.socket) as client:
+                    if client.stats().ready:
+                        return
+            except KvstoreError:
+                pass  # it listens and is not ready to answer: ask again
+        time.sleep(_POLL_S)
+    tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+    raise Unavailable(f"the daemon did not become ready: {' | '.join(tail) or 'it said nothing'}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
