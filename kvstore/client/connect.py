@@ -39,7 +39,7 @@ class Client:
 
         Raises: Unavailable, ResourceExhausted (sessions, slots), InvalidArgument, Unimplemented.
         """
-        return Session(self._rpc, name, geometry, device, targets or Targets(), self._timeout_s)
+        return Session(self._rpc, name, geometry, device, targets, self._timeout_s)
 
     def describe(self) -> pb.DescribeReply:
         """Version, boot epoch, process ids and configuration of the daemon."""

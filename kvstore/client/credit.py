@@ -77,9 +77,18 @@ class HeldSlots:
         self.references[taken] += 1
         return SlotRun(slots=taken, generations=self.generations[taken])
 
+    def give_back(self) -> None:
+        """All slots in hand become free to release."""
+        if self._in_hand:
+            hand = np.concatenate(self._hand)
+            self._hand, self._in_hand = [], 0
+            self._leaving[hand] = True
+            self._dropped.append(hand)
+
     def share(self, slots: U32) -> None:
-        """One more local user of slots that are used already."""
+        """One more local user of slots that are held, also of those that were dropped and not named as released yet."""
         np.add.at(self.references, slots, 1)
+        self._leaving[slots] = False
 
     def drop(self, slots: U32) -> bool:
         """One local user lets go. True: some slot has no user left and is to be released by a message."""

@@ -50,8 +50,8 @@ class Rpc:
         self.socket_path = socket_path
         self._channel = grpc.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         self._stubs: dict[str, Any] = {
-            "kvstore": kvstore_pb2_grpc.KvstoreStub(self._channel),  # type: ignore[no-untyped-call]
-            "admin": kvstore_pb2_grpc.AdminStub(self._channel),  # type: ignore[no-untyped-call]
+            "kvstore": kvstore_pb2_grpc.KvstoreStub(self._channel),
+            "admin": kvstore_pb2_grpc.AdminStub(self._channel),
         }
 
     def call(self, method: str, request: Any, timeout_s: float, *, service: str = "kvstore") -> Any:

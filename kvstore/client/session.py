@@ -33,6 +33,7 @@ from kvstore.identity import HashChain, namespace_digest
 from kvstore.layout import GENERATION_SHIFT, Tier
 from kvstore.match import MatchResult, match
 from kvstore.wire.descriptors import descriptor_path
+from kvstore.wire.packed import COPY, SEAL
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["DeviceSpec", "Namespace", "Session"]
@@ -43,6 +44,10 @@ _MAP_TIMEOUT_S = 2.0
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
+
+_NO_SEALS: NDArray[np.void] = np.empty(0, dtype=SEAL)
+_NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
+_NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class Session:
         name: str,
         geometry: Geometry,
         device: DeviceSpec | None,
-        targets: Targets,
+        targets: Targets | None,
         timeout_s: float,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
@@ -97,6 +102,7 @@ class Session:
         try:
             self._memory: MappedMemory = self._descriptors.open()
             shape = self._memory.tables.columns.shape
+            targets = targets or Targets.for_pages(self._memory.hbm.num_pages if self._memory.hbm else 0)
             self._state = SessionState(shape, self._reply.max_message_blocks, targets)
             self._stream = Stream(rpc, self._state, self)
         except BaseException:
@@ -175,18 +181,32 @@ class Session:
         self._state.acquire(grant)
         return grant
 
+    def stage(
+        self,
+        *,
+        seals: NDArray[np.void] = _NO_SEALS,
+        loads: NDArray[np.void] = _NO_COPIES,
+        stores: NDArray[np.void] = _NO_COPIES,
+        dropped_hbm: U32 = _NO_SLOTS,
+        dropped_dram: U32 = _NO_SLOTS,
+    ) -> None:
+        """Adds to the next step: seals SEAL[], completed copies COPY[], and slots that one local user lets go of.
+
+        Nothing that is dropped here is released before the daemon has the seals and copies given here.
+        """
+        self._state.stage(seals, loads, stores, dropped_hbm, dropped_dram)
+
     def step(
         self,
         *,
-        seals: NDArray[np.void] | None = None,
-        loads: NDArray[np.void] | None = None,
-        stores: NDArray[np.void] | None = None,
+        seals: NDArray[np.void] = _NO_SEALS,
+        loads: NDArray[np.void] = _NO_COPIES,
+        stores: NDArray[np.void] = _NO_COPIES,
+        dropped_hbm: U32 = _NO_SLOTS,
+        dropped_dram: U32 = _NO_SLOTS,
     ) -> None:
-        """Tells what was done since the last call: seals SEAL[], completed copies COPY[]; and all that was dropped.
-
-        One message at most, none where there is nothing to say. Never waits.
-        """
-        self._state.step(seals=seals, loads=loads, stores=stores)
+        """As `stage`, and sends all that was staged: one message, none where there is nothing to say. Never waits."""
+        self._state.step(seals, loads, stores, dropped_hbm, dropped_dram)
 
     def prefetch(self, namespace: Namespace, lease: int, hashes: U64, *, deadline_ms: int = 0) -> None:
         """Starts promotions for a request that waits. A hint: nothing is held, nothing is answered."""
@@ -208,6 +228,33 @@ class Session:
     def take_room(self, count: int) -> SlotRun | None:
         """`count` DRAM slots to fill from those in hand; None where there are fewer."""
         return self._state.take_room(count)
+
+    @property
+    def credit_in_hand(self) -> int:
+        """HBM slots to fill that nobody uses yet."""
+        return self._state.hbm.in_hand
+
+    @property
+    def room_in_hand(self) -> int:
+        """DRAM slots to fill that nobody uses yet."""
+        return self._state.dram.in_hand
+
+    @property
+    def max_message_blocks(self) -> int:
+        """Most blocks that one message may name."""
+        return self._state.max_message_blocks
+
+    def want_credit(self, count: int) -> None:
+        """Has the next `step` ask for at least `count` slots in hand, until they were taken once."""
+        self._state.want_credit(count)
+
+    def pause_credit(self) -> None:
+        """Gives the credit in hand back and asks for none, so that an acquire that found no slot may find some."""
+        self._state.pause_credit()
+
+    def resume_credit(self) -> None:
+        """Asks for credit again, from the next `step` on."""
+        self._state.resume_credit()
 
     def share_hbm(self, slots: U32) -> None:
         """One more local user."""

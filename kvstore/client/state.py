@@ -40,10 +40,15 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 class Targets:
     """Slots that a session likes to have in hand; it asks again below half."""
 
-    credit: int = 64
-    room: int = 256
+    credit: int
+    room: int
     breaker_s: float = 1.0
     """An acquire unanswered, or a daemon away, for this long makes the session unavailable: "no cache"."""
+
+    @classmethod
+    def for_pages(cls, pages: int) -> Targets:
+        """What suits a pool of so many HBM pages: seconds of decoding, and most of the pool left to prompts."""
+        return cls(credit=min(256, max(4, pages // 16)) if pages else 0, room=min(512, max(16, pages // 4)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,8 @@ class SessionState:
         self._fresh_news = False
         self._wanting = [False, False]
         self._asked = (0, 0)
+        self._credit_floor = 0  # ask for that many at least
+        self._credit_paused = False
         self._seen = 0
         self._stream = 0  # number of the stream that may take messages; 0: none
         self._streams = 0
@@ -117,32 +124,55 @@ class SessionState:
                 self._outbox.put(item)
                 self.sendable.notify()
 
+    def stage(
+        self,
+        seals: NDArray[np.void],
+        loads: NDArray[np.void],
+        stores: NDArray[np.void],
+        dropped_hbm: NDArray[np.uint32],
+        dropped_dram: NDArray[np.uint32],
+    ) -> None:
+        """Adds to the next step. What is dropped here is released behind the seals and copies given here."""
+        with self.lock:
+            self._stage(seals, loads, stores, dropped_hbm, dropped_dram)
+
     def step(
         self,
-        *,
-        seals: NDArray[np.void] | None,
-        loads: NDArray[np.void] | None,
-        stores: NDArray[np.void] | None,
+        seals: NDArray[np.void],
+        loads: NDArray[np.void],
+        stores: NDArray[np.void],
+        dropped_hbm: NDArray[np.uint32],
+        dropped_dram: NDArray[np.uint32],
     ) -> None:
-        """Adds to the next step, which leaves as soon as there is anything to say."""
+        """As `stage`, and the step leaves where there is anything to say."""
         with self.lock:
-            for part, buffer in (
-                (seals, self._buffer.seals),
-                (loads, self._buffer.loads),
-                (stores, self._buffer.stores),
-            ):
-                if part is not None and len(part):
-                    buffer.append(part)
-            if seals is not None and len(seals):
-                self.hbm.share(seals["slot"])  # until answered: a slot is never released under its seal
-            if self._buffer or self.hbm.leaving or self.dram.leaving or self._wants() != self._asked:
-                self._outbox.step_due()
-                self.sendable.notify()
+            self._stage(seals, loads, stores, dropped_hbm, dropped_dram)
+            self._send_step()
 
     def take_credit(self, count: int) -> SlotRun | None:
         """See Session.take_credit."""
         with self.lock:
-            return self.hbm.take(count)
+            taken = self.hbm.take(count)
+            if taken is not None:
+                self._credit_floor = 0
+            return taken
+
+    def want_credit(self, count: int) -> None:
+        """See Session.want_credit."""
+        with self.lock:
+            self._credit_floor = max(self._credit_floor, count)
+
+    def pause_credit(self) -> None:
+        """Gives the HBM credit back and asks for none: an acquire finds no slot, and nothing decodes."""
+        with self.lock:
+            self._credit_paused = True
+            self.hbm.give_back()
+            self._send_step()
+
+    def resume_credit(self) -> None:
+        """Asks for credit again."""
+        with self.lock:
+            self._credit_paused = False
 
     def take_room(self, count: int) -> SlotRun | None:
         """See Session.take_room."""
@@ -215,8 +245,7 @@ class SessionState:
             self._stream = self._streams
             self._away_since = None
             self._asked = (0, 0)
-            if self._buffer or self.hbm.leaving or self.dram.leaving or self._wants() != self._asked:
-                self._outbox.step_due()
+            self._send_step()
             self._announce()
             return self._stream
 
@@ -361,6 +390,30 @@ class SessionState:
 
     # ------------------------------------------------------------ under the lock
 
+    def _stage(
+        self,
+        seals: NDArray[np.void],
+        loads: NDArray[np.void],
+        stores: NDArray[np.void],
+        dropped_hbm: NDArray[np.uint32],
+        dropped_dram: NDArray[np.uint32],
+    ) -> None:
+        for part, buffer in (
+            (seals, self._buffer.seals),
+            (loads, self._buffer.loads),
+            (stores, self._buffer.stores),
+        ):
+            if len(part):
+                buffer.append(part)
+        self.hbm.share(seals["slot"])  # until answered: a slot is never released under its seal
+        self.hbm.drop(dropped_hbm)
+        self.dram.drop(dropped_dram)
+
+    def _send_step(self) -> None:
+        if self._buffer or self.hbm.leaving or self.dram.leaving or self._wants() != self._asked:
+            self._outbox.step_due()
+            self.sendable.notify()
+
     def _compose(self) -> Step | None:
         """The merged step, cut to what one message may name; releases only once all else is said."""
         limit = self.max_message_blocks
@@ -388,10 +441,11 @@ class SessionState:
 
     def _wants(self) -> tuple[int, int]:
         """HBM and DRAM slots to ask for. Hysteresis: from below half of the target until it is full."""
-        levels = ((self.hbm.in_hand, self._targets.credit), (self.dram.in_hand, self._targets.room))
+        credit = 0 if self._credit_paused else max(self._targets.credit, self._credit_floor)
+        levels = ((self.hbm.in_hand, credit), (self.dram.in_hand, self._targets.room))
         wants = [0, 0]
         for i, (in_hand, target) in enumerate(levels):
-            if in_hand * 2 < target:
+            if in_hand * 2 < target or in_hand < self._credit_floor * (i == 0):
                 self._wanting[i] = True
             elif in_hand >= target:
                 self._wanting[i] = False

@@ -1,0 +1,362 @@
+"""The block manager of an engine whose KV is kept by kvstore: `engine_adapter.base.BlockManager` over one session.
+
+Five minutes' reading. A request waits (QUEUED), has asked (ASKED), is being copied in (LOADING) or runs (ADMITTED). Its
+block table is a row of HBM slots: first the leading cached blocks, then slots to fill. `admit` moves it on by what has
+arrived since and never waits; an answer that holds some blocks but not all is given back at once, so that requests
+which wait hinder nobody. Decoding takes pages from the session's credit: no answer is awaited in a step. A block is
+sealed once its tokens are final and its kernels are done, under the hash of all tokens up to its end.
+
+One engine thread. The session's and the copier's threads come in only through `_Load.loaded` and `WriteThrough`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import Admission, RequestId
+from engine_adapter.copier import Copier, CopyBatch, Direction
+from engine_adapter.write_through import WriteThrough, copies
+from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
+from kvstore.identity import HashChain
+from kvstore.layout import Tier
+from kvstore.moves import Grant, Outcome
+from kvstore.wire.packed import SEAL
+
+__all__ = ["KvstoreBlockManager"]
+
+_U32 = NDArray[np.uint32]
+_NO_SLOTS: _U32 = np.empty(0, dtype=np.uint32)
+_NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+_RETRY_S = 0.02
+"""After an answer that was short of slots: ask again no sooner, unless the store says that something changed."""
+
+
+class _Phase(IntEnum):
+    QUEUED = 0
+    ASKED = 1
+    LOADING = 2
+    ADMITTED = 3
+
+
+@dataclass(slots=True)
+class _Load:
+    """A copy from DRAM that an admission waits for. It has references of its own to the slots it names."""
+
+    sources: SlotRun
+    targets: SlotRun
+    submitted: bool = False
+    loaded: bool = False  # set by the copier's thread
+
+
+@dataclass(slots=True)
+class _Request:
+    lease: int
+    chain: HashChain
+    cap_blocks: int  # most blocks that may be hits: one token is always computed
+    found: NDArray[np.uint8]  # tiers of the leading run when it was enqueued
+    patience_until: float = 0.0  # then it computes what others are computing; 0: has not asked yet
+    phase: _Phase = _Phase.QUEUED
+    retry_at: float = 0.0
+    changed: bool = False  # the store said so since it asked
+    seen_blocks: int = 0  # of its chain, cached when it last waited
+    grant: PendingGrant | None = None
+    load: _Load | None = None
+    admission: Admission | None = None
+    slots: _U32 = _NO_SLOTS  # block table, as slots
+    pages: NDArray[np.int32] = _NO_PAGES  # and as pages of this process
+    sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
+    lost: bool = False  # a slot of it is no longer ours: it has to be computed again
+
+
+class KvstoreBlockManager:
+    """See the module and `engine_adapter.base.BlockManager`."""
+
+    def __init__(
+        self,
+        session: Session,
+        parts: Mapping[str, bytes],
+        copier: Copier,
+        *,
+        patience_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`parts`: what makes this engine's KV interchangeable (kvstore/identity.py). Caller closes session and copier.
+
+        `patience_s`: how long a request waits for blocks that others compute or load while none arrives.
+        """
+        self._session = session
+        self._copier = copier
+        self._patience_s = patience_s
+        self._clock = clock
+        self._namespace: Namespace = session.open_namespace(parts)
+        self._requests: dict[RequestId, _Request] = {}
+        self._by_lease: dict[int, _Request] = {}
+        self._leases = count(1)
+        self._num_admitted = 0
+        self.write_through = WriteThrough(
+            session, copier, max_backlog_blocks=max(64, session.hbm.num_pages // 4)
+        )
+        session.listen(self.write_through)
+
+    @property
+    def block_tokens(self) -> int:
+        """See BlockManager."""
+        return self._namespace.block_tokens
+
+    def kv_pages(self) -> NDArray[np.uint8]:
+        """See BlockManager."""
+        return self._session.hbm.pages
+
+    # ------------------------------------------------------------ waiting requests
+
+    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+        """See BlockManager."""
+        chain = self._namespace.chain(token_ids)
+        cap_blocks = min((len(token_ids) - 1) // self.block_tokens, self._session.max_message_blocks)
+        prompt = chain.hashes[:cap_blocks]
+        entry = _Request(
+            lease=next(self._leases),
+            chain=chain,
+            cap_blocks=cap_blocks,
+            found=self._session.match(self._namespace, prompt).tiers,
+        )
+        self._requests[request] = self._by_lease[entry.lease] = entry
+        if (entry.found == Tier.NVME).any():
+            self._session.prefetch(self._namespace, entry.lease, prompt)
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        """See BlockManager."""
+        self._absorb_events()
+        entry = self._requests[request]
+        if entry.phase is _Phase.QUEUED:
+            self._ask(entry, num_tokens)
+        elif entry.phase is _Phase.ASKED:
+            self._take_answer(entry, num_tokens)
+        if entry.phase is _Phase.LOADING:
+            self._finish_load(entry)
+        return entry.admission if entry.phase is _Phase.ADMITTED else None
+
+    def _ask(self, entry: _Request, num_tokens: int) -> None:
+        now = self._clock()
+        if now < entry.retry_at:
+            return
+        prompt = entry.chain.hashes[: entry.cap_blocks]
+        if not entry.patience_until:
+            entry.patience_until = now + self._patience_s
+        elif (
+            now > entry.patience_until
+        ):  # others still fill what it waits for: go on while they make progress
+            seen_blocks = self._session.match(self._namespace, prompt).hits
+            if seen_blocks > entry.seen_blocks:
+                entry.seen_blocks, entry.patience_until = seen_blocks, now + self._patience_s
+        entry.changed = False
+        entry.grant = self._session.acquire(
+            self._namespace,
+            entry.lease,
+            prompt,
+            reserve=min(self._blocks(num_tokens) - len(prompt), self._session.max_message_blocks),
+            private_fill=now > entry.patience_until,
+        )
+        entry.phase = _Phase.ASKED
+
+    def _take_answer(self, entry: _Request, num_tokens: int) -> None:
+        assert entry.grant is not None
+        if not entry.grant.done():
+            if not self._session.available:
+                self._start_without_answer(entry, num_tokens)
+            return
+        if entry.grant.error is not None:
+            self._start_without_answer(entry, num_tokens)
+            return
+        grant = entry.grant.result(0)
+        waits = grant.outcomes >= Outcome.PROMOTING
+        missing = self._blocks(num_tokens) - entry.cap_blocks - len(grant.reserve_slots)
+        extra = None if waits.any() else self._session.take_credit(max(0, missing))
+        if extra is None:
+            short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
+            self._wait_for_change(entry, retry_s=_RETRY_S if short else self._patience_s)
+            if short and not self._num_admitted:
+                self._session.pause_credit()  # nothing decodes: the slots in hand may be those that are lacking
+            return
+        self._start(entry, grant, extra)
+
+    def _wait_for_change(self, entry: _Request, *, retry_s: float) -> None:
+        """Gives everything back, so that nobody is hindered; asks again when the store says that something changed."""
+        assert entry.grant is not None
+        entry.grant.abandon()
+        entry.grant = None
+        entry.phase = _Phase.QUEUED
+        entry.retry_at = 0.0 if entry.changed else self._clock() + retry_s
+
+    def _start(self, entry: _Request, grant: Grant, extra: SlotRun) -> None:
+        """Every block has its slot: hits are there or are copied from DRAM, the rest is to be computed."""
+        self._session.resume_credit()
+        hit = grant.outcomes != Outcome.MISS
+        in_dram = grant.outcomes == Outcome.HIT_DRAM
+        entry.grant = None
+        self._cover(entry, np.concatenate([grant.hbm_slots, grant.reserve_slots, extra.slots]))
+        entry.sealed_blocks = int(hit.sum())
+        entry.admission = self._admission(entry, grant.outcomes[: entry.sealed_blocks])
+        entry.phase = _Phase.LOADING
+        if in_dram.any():
+            entry.load = _Load(
+                sources=SlotRun(slots=grant.dram_slots[in_dram], generations=grant.dram_generations[in_dram]),
+                targets=SlotRun(slots=grant.hbm_slots[in_dram], generations=grant.hbm_generations[in_dram]),
+            )
+            self._session.share_hbm(entry.load.targets.slots)
+
+    def _batch(self, load: _Load) -> CopyBatch:
+        session, sources, targets = self._session, load.sources, load.targets
+
+        def done() -> None:
+            session.step(
+                loads=copies(sources, targets), dropped_hbm=targets.slots, dropped_dram=sources.slots
+            )
+            load.loaded = True
+            session.notify()
+
+        return CopyBatch(
+            direction=Direction.LOAD,
+            sources=session.dram.address_of(sources.slots),
+            targets=session.hbm.address_of(targets.slots),
+            nbytes=session.hbm.slot_bytes,
+            done=done,
+        )
+
+    def _finish_load(self, entry: _Request) -> None:
+        load = entry.load
+        if load is not None and not load.submitted:
+            load.submitted = self._copier.submit(self._batch(load))
+        if load is not None and not load.loaded:
+            return
+        entry.load = None
+        if entry.lost:  # a page of it is no longer ours: from the start
+            self._session.stage(dropped_hbm=entry.slots)
+            entry.slots, entry.pages = entry.slots[:0], entry.pages[:0]
+            entry.phase, entry.lost = _Phase.QUEUED, False
+        else:
+            self._admit(entry)
+
+    def _start_without_answer(self, entry: _Request, num_tokens: int) -> None:
+        """The daemon is away: compute everything in slots of the credit, or ask again later."""
+        self._wait_for_change(entry, retry_s=_RETRY_S)
+        run = self._session.take_credit(self._blocks(num_tokens))
+        if run is not None:
+            self._cover(entry, run.slots)
+            entry.sealed_blocks = 0
+            entry.admission = Admission(cached_tokens=0, cached_by_tier={})
+            self._admit(entry)
+
+    def _admit(self, entry: _Request) -> None:
+        entry.phase = _Phase.ADMITTED
+        self._num_admitted += 1
+
+    def _admission(self, entry: _Request, outcomes: NDArray[np.uint8]) -> Admission:
+        """Where each hit was found: on disk, where a prefetch has brought it up since it was enqueued."""
+        tiers = np.where(outcomes == Outcome.HIT_HBM, Tier.HBM, Tier.DRAM)
+        early = entry.found[: len(tiers)]
+        tiers[: len(early)] = np.where(early == Tier.NVME, Tier.NVME, tiers[: len(early)])
+        tokens = {tier.name.lower(): int((tiers == tier).sum()) * self.block_tokens for tier in Tier}
+        return Admission(
+            cached_tokens=len(outcomes) * self.block_tokens,
+            cached_by_tier={name: found for name, found in tokens.items() if found},
+        )
+
+    # ------------------------------------------------------------ running requests
+
+    def pages(self, request: RequestId) -> NDArray[np.int32]:
+        """See BlockManager."""
+        return self._requests[request].pages
+
+    def reserve(self, request: RequestId, num_tokens: int) -> bool:
+        """See BlockManager. False also for a request that has lost a page: preempted, it is computed again."""
+        entry = self._requests[request]
+        if entry.lost:
+            return False
+        missing = self._blocks(num_tokens) - len(entry.slots)
+        if missing <= 0:
+            return True
+        run = self._session.take_credit(missing)
+        if run is None:
+            self._session.want_credit(missing)
+            return False
+        self._cover(entry, run.slots)
+        return True
+
+    def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        """See BlockManager."""
+        entry = self._requests[request]
+        hashed = entry.chain.num_tokens
+        if num_tokens > hashed:
+            entry.chain.extend(token_ids[hashed:num_tokens])
+        full = num_tokens // self.block_tokens
+        if full > entry.sealed_blocks and not entry.lost:
+            self._session.stage(seals=self._seals(entry, entry.sealed_blocks, full))
+            entry.sealed_blocks = full
+
+    def release(self, request: RequestId) -> None:
+        """See BlockManager."""
+        entry = self._requests.pop(request, None)
+        if entry is None:
+            return
+        del self._by_lease[entry.lease]
+        if entry.grant is not None:
+            entry.grant.abandon()
+        if entry.phase is _Phase.ADMITTED:
+            self._num_admitted -= 1
+        else:
+            self._session.cancel(entry.lease)
+        if entry.load is not None and not entry.load.submitted:
+            load = entry.load
+            self._session.stage(dropped_hbm=load.targets.slots, dropped_dram=load.sources.slots)
+        self._session.stage(dropped_hbm=entry.slots)
+
+    def end_step(self) -> None:
+        """See BlockManager."""
+        self._session.step()
+
+    def wait(self, timeout_s: float) -> None:
+        """See BlockManager."""
+        self._session.step()
+        retries = [entry.retry_at for entry in self._requests.values() if entry.phase is _Phase.QUEUED]
+        soonest = max(0.001, min(retries) - self._clock()) if retries else timeout_s
+        self._session.wait(min(timeout_s, soonest))
+
+    # ------------------------------------------------------------ parts
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    def _cover(self, entry: _Request, slots: _U32) -> None:
+        """Appends slots to the block table."""
+        entry.slots = np.concatenate([entry.slots, slots])
+        entry.pages = np.concatenate([entry.pages, self._session.hbm.page_of(slots)])
+
+    def _seals(self, entry: _Request, begin: int, end: int) -> NDArray[np.void]:
+        """SEAL[end - begin] of the blocks [begin, end)."""
+        seals = np.zeros(end - begin, dtype=SEAL)
+        hashes = entry.chain.hashes
+        seals["slot"] = entry.slots[begin:end]
+        seals["generation"] = self._session.generations_of(Tier.HBM, entry.slots[begin:end])
+        seals["namespace"] = self._namespace.handle
+        seals["depth"] = np.arange(begin, end, dtype=np.uint32)
+        seals["hash"] = hashes[begin:end]
+        seals["parent"][1 if begin == 0 else 0 :] = hashes[max(0, begin - 1) : end - 1]
+        return seals
+
+    def _absorb_events(self) -> None:
+        for event in self._session.poll():
+            if isinstance(event, Changed):
+                for lease in event.leases:
+                    if (entry := self._by_lease.get(lease)) is not None:
+                        entry.retry_at, entry.changed = 0.0, True
+            elif isinstance(event, Lost):
+                for entry in self._requests.values():
+                    entry.lost |= bool(np.isin(entry.slots, event.hbm_slots).any())

@@ -1,0 +1,158 @@
+"""Moves whole blocks between HBM and DRAM: the contract, and the twin's implementation, a thread that copies memory.
+
+A batch is submitted with a callback and completes as a whole, in the order of submission within one direction; loads
+overtake stores, because a request waits for a load and nobody waits for a store. The store learns of a copy only after
+its completion, so the copier's word is what makes a block readable. A CUDA copier puts the same batches on two streams
+and completes them by events; nothing else of the adapter changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier"]
+
+_LOG = logging.getLogger("kvstore.copier")
+_PIECE_BYTES = 16 << 20
+"""A store is copied in pieces of this size, so that a load waits for one piece at most."""
+
+
+class Direction(IntEnum):
+    """Which way a batch goes; the smaller value goes first."""
+
+    LOAD = 0  # DRAM → HBM
+    STORE = 1  # HBM → DRAM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBatch:
+    """Blocks to copy, each `nbytes` long. `done` is called once, on the copier's thread, when all are copied."""
+
+    direction: Direction
+    sources: NDArray[np.uint64]  # [n] addresses
+    targets: NDArray[np.uint64]  # [n] addresses
+    nbytes: int
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopierStats:
+    """Counters since the start, by direction."""
+
+    loaded_blocks: int
+    stored_blocks: int
+    waiting_blocks: int
+
+
+class Copier(Protocol):
+    """Copies batches. `submit` may be called from any thread, also from `done`."""
+
+    def submit(self, batch: CopyBatch) -> bool:
+        """Takes a batch, or returns False where too many blocks of its direction are under way: try again later."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Finishes what was taken and ends. After it no memory is touched."""
+        ...
+
+
+class TwinCopier:
+    """Copier between two kinds of host memory: one thread, `memmove` without the GIL."""
+
+    def __init__(self, *, max_blocks: int = 4096) -> None:
+        """`max_blocks`: most blocks of one direction under way; a batch that finds none under way is always taken."""
+        self._max_blocks = max_blocks
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._queues: tuple[deque[CopyBatch], deque[CopyBatch]] = (deque(), deque())
+        self._waiting = [0, 0]
+        self._copied = [0, 0]
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-copier", daemon=True)
+        self._thread.start()
+
+    def submit(self, batch: CopyBatch) -> bool:
+        """See Copier."""
+        count = len(batch.sources)
+        with self._lock:
+            waiting = self._waiting[batch.direction]
+            if self._closing or (waiting and waiting + count > self._max_blocks):
+                return False
+            self._waiting[batch.direction] += count
+            self._queues[batch.direction].append(batch)
+            self._work.notify()
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """See Copier."""
+        with self._lock:
+            self._closing = True
+            self._work.notify()
+        self._thread.join(timeout_s)
+
+    def stats(self) -> CopierStats:
+        """Counters now."""
+        with self._lock:
+            return CopierStats(
+                loaded_blocks=self._copied[Direction.LOAD],
+                stored_blocks=self._copied[Direction.STORE],
+                waiting_blocks=sum(self._waiting),
+            )
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            step = len(batch.sources)
+            if batch.direction is Direction.STORE:
+                step = max(1, _PIECE_BYTES // batch.nbytes)
+            for begin in range(0, len(batch.sources), step):
+                if batch.direction is Direction.STORE:
+                    self._loads_first()
+                self._copy(batch, begin, begin + step)
+            self._finish(batch)
+
+    def _next(self) -> CopyBatch | None:
+        """The next batch; None once closing and empty."""
+        with self._lock:
+            while True:
+                for queue in self._queues:
+                    if queue:
+                        return queue.popleft()
+                if self._closing:
+                    return None
+                self._work.wait()
+
+    def _loads_first(self) -> None:
+        """Between two pieces of a store: every load that has come."""
+        while True:
+            with self._lock:
+                if not self._queues[Direction.LOAD]:
+                    return
+                batch = self._queues[Direction.LOAD].popleft()
+            self._copy(batch, 0, len(batch.sources))
+            self._finish(batch)
+
+    @staticmethod
+    def _copy(batch: CopyBatch, begin: int, end: int) -> None:
+        nbytes, memmove = batch.nbytes, ctypes.memmove  # a foreign call: it releases the GIL
+        sources, targets = batch.sources[begin:end].tolist(), batch.targets[begin:end].tolist()
+        for source, target in zip(sources, targets, strict=True):
+            memmove(target, source, nbytes)
+
+    def _finish(self, batch: CopyBatch) -> None:
+        with self._lock:
+            self._waiting[batch.direction] -= len(batch.sources)
+            self._copied[batch.direction] += len(batch.sources)
+        try:
+            batch.done()
+        except Exception:  # noqa: BLE001 (a thread's boundary: one callback must not end all later copies)
+            _LOG.exception("a completion failed")
