@@ -20,10 +20,10 @@ from kvstore.units import format_size
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["EngineOptions", "default_listen", "open_engine"]
+__all__ = ["KV_ITEM_BYTES", "EngineOptions", "default_listen", "open_engine"]
 
 _MAX_SLUG_CHARACTERS = 32
-_KV_ITEM_BYTES = 4  # the engine keeps KV in float32
+KV_ITEM_BYTES = 4  # the engine keeps KV in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _block_manager(options: EngineOptions, source: ModelSource) -> Iterator[Bloc
     from engine_adapter.engine.plain import PlainBlockManager
 
     block_tokens = options.worker.block_tokens
-    page_bytes = source.config.page_bytes(block_tokens, _KV_ITEM_BYTES)
+    page_bytes = source.config.page_bytes(block_tokens, KV_ITEM_BYTES)
     pages = options.worker.hbm_bytes // page_bytes
     if pages < 1:
         raise ConfigError(
