@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_adapter.base import BlockManager
+from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model
+from engine_adapter.fingerprint import model_geometry, namespace_parts
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError
 from kvstore.units import format_size
@@ -20,10 +22,10 @@ from kvstore.units import format_size
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["KV_ITEM_BYTES", "EngineOptions", "default_listen", "open_engine"]
+__all__ = ["EngineOptions", "default_listen", "open_engine"]
 
 _MAX_SLUG_CHARACTERS = 32
-KV_ITEM_BYTES = 4  # the engine keeps KV in float32
+_KV_DTYPE = "float32"  # of the engine's KV on the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,13 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
     """
     source = find_model(options.worker.model)
     settings = _settings(options)
-    tell("loading torch")
-    from engine_adapter.engine.engine import Engine
-    from engine_adapter.engine.loader import load_model
+    with _block_manager(options, source, settings) as blocks:
+        tell("loading torch")
+        from engine_adapter.engine.engine import Engine
+        from engine_adapter.engine.loader import load_model
 
-    tell("loading the weights")
-    loaded = load_model(source, settings)
-    with _block_manager(options, source) as blocks:
-        engine = Engine(loaded, blocks, settings)
+        tell("loading the weights")
+        engine = Engine(load_model(source, settings), blocks, settings)
         tell("warming up")
         _warm_up(engine)
         yield engine
@@ -76,19 +77,33 @@ def _settings(options: EngineOptions) -> EngineSettings:
 
 
 @contextmanager
-def _block_manager(options: EngineOptions, source: ModelSource) -> Iterator[BlockManager]:
+def _block_manager(
+    options: EngineOptions, source: ModelSource, settings: EngineSettings
+) -> Iterator[BlockManager]:
     """Pages: the store's, or this process's own where there is no cache."""
-    from engine_adapter.engine.plain import PlainBlockManager
-
-    block_tokens = options.worker.block_tokens
-    page_bytes = source.config.page_bytes(block_tokens, KV_ITEM_BYTES)
-    pages = options.worker.hbm_bytes // page_bytes
+    geometry = model_geometry(source, block_tokens=options.worker.block_tokens, dtype=_KV_DTYPE)
+    pages = options.worker.hbm_bytes // geometry.slot_bytes
     if pages < 1:
         raise ConfigError(
             f"worker.hbm: {format_size(options.worker.hbm_bytes)} holds not even one block of this model "
-            f"({format_size(page_bytes)})"
+            f"({format_size(geometry.slot_bytes)})"
         )
-    yield PlainBlockManager(num_pages=pages, page_bytes=page_bytes, block_tokens=block_tokens)
+    if options.store is None:
+        yield PlainBlockManager(
+            num_pages=pages, page_bytes=geometry.slot_bytes, block_tokens=geometry.block_tokens
+        )
+        return
+    from engine_adapter.adapter import KvstoreBlockManager
+    from engine_adapter.copier import TwinCopier
+    from kvstore.client import DeviceSpec, connect
+
+    device = DeviceSpec(hbm_bytes=pages * geometry.slot_bytes)
+    with (
+        connect(options.store, timeout_s=options.timeout_s) as client,
+        client.attach(f"{source.path.stem} worker {os.getpid()}", geometry, device) as session,
+        closing(TwinCopier()) as copier,
+    ):
+        yield KvstoreBlockManager(session, namespace_parts(source, geometry, settings), copier)
 
 
 def _warm_up(engine: Engine) -> None:

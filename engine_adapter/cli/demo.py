@@ -25,11 +25,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from engine_adapter.cli.assembly import KV_ITEM_BYTES
 from engine_adapter.cli.demo_steps import Demo, DemoOptions, Row, check_space
 from engine_adapter.cli.generate import read_prompt
 from engine_adapter.cli.processes import Household
 from engine_adapter.engine.source import find_model
+from engine_adapter.fingerprint import model_geometry
 from kvstore.errors import ConfigError, KvstoreError, NotFound
 from kvstore.units import parse_size
 
@@ -68,7 +68,7 @@ def demo(
 ) -> None:
     """Show a long prompt answered slowly once, and at once ever after, whatever is killed."""
     prompt = _shipped_prompt() if prompt_file is None else read_prompt(None, prompt_file)
-    page_bytes = find_model(model).config.page_bytes(block_tokens, KV_ITEM_BYTES)
+    slot_bytes = model_geometry(find_model(model), block_tokens=block_tokens, dtype="float32").slot_bytes
     model_path = model if not Path(model).exists() else str(Path(model).resolve())
     with _folder(directory) as folder, _household() as household:
         options = DemoOptions(
@@ -80,7 +80,7 @@ def demo(
             dram_bytes=_size("--dram", dram),
             nvme_bytes=_size("--nvme", nvme),
             hbm_bytes=_size("--hbm", hbm),
-            min_slot_bytes=page_bytes,
+            min_slot_bytes=slot_bytes,
             block_tokens=block_tokens,
             threads=threads,
         )
