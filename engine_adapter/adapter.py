@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
 
@@ -69,8 +69,8 @@ class _Request:
     grant: PendingGrant | None = None
     load: _Load | None = None
     admission: Admission | None = None
-    slots: _U32 = _NO_SLOTS  # block table, as slots
-    pages: NDArray[np.int32] = _NO_PAGES  # and as pages of this process
+    slots: _U32 = field(default_factory=lambda: _NO_SLOTS)  # block table, as slots
+    pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
     sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
     lost: bool = False  # a slot of it is no longer ours: it has to be computed again
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvstore.client.attachment import DeviceSpec
 from kvstore.client.rpc import Rpc
-from kvstore.client.session import DeviceSpec, Session
+from kvstore.client.session import Session
 from kvstore.client.state import Targets
 from kvstore.config import default_socket
 from kvstore.errors import InvalidArgument

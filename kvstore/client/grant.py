@@ -16,7 +16,8 @@ from kvstore.layout import NONE
 from kvstore.moves import Grant
 
 if TYPE_CHECKING:
-    from kvstore.client.session import Namespace, Session
+    from kvstore.client.attachment import Namespace
+    from kvstore.client.session import Session
 
 __all__ = ["PendingGrant", "given"]
 

@@ -10,16 +10,15 @@ one, `drop_*` gives one back, and the last one back lets the next `step` release
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.attachment import Attachment, DeviceSpec, Namespace
 from kvstore.client.credit import SlotRun
-from kvstore.client.descriptors import Descriptors, MappedMemory
+from kvstore.client.descriptors import MappedMemory
 from kvstore.client.events import Event
 from kvstore.client.grant import PendingGrant
 from kvstore.client.memory import DramMemory, HbmMemory
@@ -27,16 +26,13 @@ from kvstore.client.outbox import Cancel, Prefetch
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import Listener, SessionState, Targets
 from kvstore.client.stream import Stream
-from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
+from kvstore.errors import FailedPrecondition, InvalidArgument
 from kvstore.geometry import Geometry
-from kvstore.identity import HashChain, namespace_digest
-from kvstore.layout import GENERATION_SHIFT, Tier
+from kvstore.layout import Tier
 from kvstore.match import MatchResult, match
-from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.packed import COPY, SEAL
-from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["DeviceSpec", "Namespace", "Session"]
+__all__ = ["Session"]
 
 _LOG = logging.getLogger("kvstore.client")
 _PROTOCOL_VERSION = 1
@@ -48,32 +44,6 @@ U64 = NDArray[np.uint64]
 _NO_SEALS: NDArray[np.void] = np.empty(0, dtype=SEAL)
 _NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
 _NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """The owned HBM of a session. `hbm_bytes` is its budget on that device, in bytes."""
-
-    hbm_bytes: int
-    index: int = 0
-    kind: str = "twin"
-    uuid: str = ""
-
-
-class Namespace:
-    """All that makes KV interchangeable, opened in one session. `handle` may change when a session is renewed."""
-
-    __slots__ = ("block_tokens", "handle", "key", "parts")
-
-    def __init__(self, parts: Mapping[str, bytes], block_tokens: int, handle: int, key: bytes) -> None:
-        self.parts = dict(parts)
-        self.block_tokens = block_tokens
-        self.handle = handle
-        self.key = key
-
-    def chain(self, token_ids: Sequence[int] | NDArray[np.integer] = ()) -> HashChain:
-        """The hash chain of a prompt in this namespace; it can be extended."""
-        return HashChain(self.key, self.block_tokens, token_ids)
 
 
 class Session:
@@ -89,26 +59,15 @@ class Session:
         timeout_s: float,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
-        self.name = name
         self.geometry = geometry
         self.device = device
-        self._rpc = rpc
         self._timeout_s = timeout_s
-        self._namespaces: dict[bytes, Namespace] = {}
-        self._opening = threading.Lock()
         self._closed = False
-        self._reply = self._attach(None)
-        self._descriptors = self._open_descriptors(None)
-        try:
-            self._memory: MappedMemory = self._descriptors.open()
-            shape = self._memory.tables.columns.shape
-            targets = targets or Targets.for_pages(self._memory.hbm.num_pages if self._memory.hbm else 0)
-            self._state = SessionState(shape, self._reply.max_message_blocks, targets)
-            self._stream = Stream(rpc, self._state, self)
-        except BaseException:
-            self._descriptors.close()
-            self._detach()
-            raise
+        self._attachment = Attachment(rpc, name, geometry, device, timeout_s)
+        memory = self._attachment.memory
+        targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0)
+        self._state = SessionState(memory.tables.columns.shape, self._attachment.max_message_blocks, targets)
+        self._stream = Stream(rpc, self._state, self._attachment)
         self._stream.start()
 
     # ------------------------------------------------------------ memory
@@ -116,36 +75,29 @@ class Session:
     @property
     def hbm(self) -> HbmMemory:
         """The mapped HBM. Raises: FailedPrecondition for a session without any."""
-        if self._memory.hbm is None:
+        if self._attachment.memory.hbm is None:
             raise FailedPrecondition("this session owns no HBM")
-        return self._memory.hbm
+        return self._attachment.memory.hbm
 
     @property
     def dram(self) -> DramMemory:
         """The mapped DRAM."""
-        return self._memory.dram
+        return self._attachment.memory.dram
 
     @property
     def tables(self) -> MappedMemory:
         """Everything that is mapped, the read-only tables among it."""
-        return self._memory
+        return self._attachment.memory
 
     # ------------------------------------------------------------ identity and lookup
 
     def open_namespace(self, parts: Mapping[str, bytes]) -> Namespace:
         """One call for each distinct `parts` (kvstore/identity.py names the tags); then from memory."""
-        digest = namespace_digest(parts)
-        with self._opening:
-            namespace = self._namespaces.get(digest)
-            if namespace is None:
-                reply = self._open(parts)
-                namespace = Namespace(parts, self.geometry.block_tokens, reply.namespace, reply.key)
-                self._namespaces[digest] = namespace
-            return namespace
+        return self._attachment.open_namespace(parts)
 
     def match(self, namespace: Namespace, hashes: U64) -> MatchResult:
         """The leading blocks that are cached, looked up in the mapped tables: no call, no side effect, only a hint."""
-        tables = self._memory.tables
+        tables = self._attachment.memory.tables
         device = None if self.device is None else self.device.index
         return match(tables.columns, tables.index, namespace.handle, hashes, device=device)
 
@@ -327,125 +279,10 @@ class Session:
             return
         self._closed = True
         self._stream.stop(self._timeout_s)
-        self._detach()
-        self._descriptors.close()
+        self._attachment.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------ for the stream's thread
-
-    @property
-    def token(self) -> bytes:
-        """Names the session on the stream."""
-        return self._reply.token
-
-    def resume(self) -> None:
-        """Attaches again, states what is held, and notes what the daemon does not hold for this session."""
-        held = self._state.statement()
-        statement = pb.Resume(
-            token=self._reply.token,
-            hbm_slots=held.hbm.slots.tobytes(),
-            hbm_generations=held.hbm.generations.tobytes(),
-            dram_slots=held.dram.slots.tobytes(),
-            dram_generations=held.dram.generations.tobytes(),
-        )
-        self._reply = self._attach(statement)
-        if self._descriptors.closed:
-            self._descriptors.close()
-            self._descriptors = self._open_descriptors(None)
-            self._descriptors.open(self._memory)
-        self._state.lose(self._missing(Tier.HBM, held.hbm), self._missing(Tier.DRAM, held.dram))
-        self._reopen()
-
-    def renew(self) -> None:
-        """Attaches as a new session: other tables, other extents behind the same pages."""
-        self._descriptors.close()
-        old = self._memory
-        self._reply = self._attach(None)
-        self._descriptors = self._open_descriptors(old.hbm)
-        self._memory = self._descriptors.open()
-        old.dram.close()
-        self._state.renew(self._memory.tables.columns.shape, self._reply.max_message_blocks)
-        self._reopen()
-
-    def wait_mapped(self, dram_slots: U32) -> None:
-        """See Connection.wait_mapped: a second hello fetches the whole set where a push did not come."""
-        if self._memory.dram.mapped(dram_slots):
-            return
-        if not self._descriptors.wait_mapped(self._memory, dram_slots, _MAP_TIMEOUT_S):
-            raise FailedPrecondition("the descriptor of a DRAM extent did not come: resuming")
-
-    def _missing(self, tier: Tier, stated: SlotRun) -> U32:
-        """Stated slots that the tables do not show as this session's, under that generation."""
-        pool = self._memory.tables.columns.pool(tier)
-        ours = (pool.holders[stated.slots] >> np.uint64(self._reply.session)) & np.uint64(1) != 0
-        same = (pool.state[stated.slots] >> GENERATION_SHIFT).astype(np.uint32) == stated.generations
-        missing: U32 = stated.slots[~(ours & same)]
-        return missing
-
-    def _attach(self, resume: pb.Resume | None) -> pb.AttachReply:
-        groups = [
-            pb.LayerGroup(
-                rule=int(group.rule),  # type: ignore[arg-type]
-                window_tokens=group.window_tokens,
-                layers=group.layers,
-                kv_heads=group.kv_heads,
-                head_dim=group.head_dim,
-                block_tokens=group.block_tokens,
-            )
-            for group in self.geometry.groups
-        ]
-        request = pb.AttachRequest(
-            protocol_version=_PROTOCOL_VERSION,
-            name=self.name,
-            groups=groups,
-            dtype=self.geometry.dtype,
-            device=_device(self.device),
-            hbm_bytes=0 if self.device is None else self.device.hbm_bytes,
-            members=1,
-            resume=resume,
-        )
-        reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
-        return reply
-
-    def _open_descriptors(self, hbm_range: HbmMemory | None) -> Descriptors:
-        return Descriptors(
-            self._reply.descriptor_socket or descriptor_path(self._rpc.socket_path),
-            self._reply.token,
-            slot_bytes=self._reply.slot_bytes,
-            hbm_bytes=0 if self.device is None else self.device.hbm_bytes,
-            timeout_s=self._timeout_s,
-            hbm_range=hbm_range,
-        )
-
-    def _open(self, parts: Mapping[str, bytes]) -> pb.OpenNamespaceReply:
-        request = pb.OpenNamespaceRequest(
-            token=self._reply.token,
-            parts=[pb.NamespacePart(tag=tag, value=value) for tag, value in parts.items()],
-        )
-        reply: pb.OpenNamespaceReply = self._rpc.call("OpenNamespace", request, self._timeout_s)
-        return reply
-
-    def _reopen(self) -> None:
-        """Opens every namespace again: a restarted daemon does not know which ones this session may use."""
-        with self._opening:
-            for namespace in self._namespaces.values():
-                namespace.handle = self._open(namespace.parts).namespace
-
-    def _detach(self) -> None:
-        try:
-            self._rpc.call("Detach", pb.DetachRequest(token=self._reply.token), self._timeout_s)
-        except KvstoreError as error:  # the daemon sees the process end instead
-            _LOG.info("detach: %s", error)
-
-
-def _device(spec: DeviceSpec | None) -> pb.Device | None:
-    if spec is None:
-        return None
-    if spec.kind != "twin":
-        raise InvalidArgument(f"device kind {spec.kind!r} is not built yet: use 'twin'")
-    return pb.Device(kind=pb.DEVICE_KIND_TWIN, index=spec.index, uuid=spec.uuid)

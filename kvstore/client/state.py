@@ -14,18 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.credit import HeldSlots, SlotRun
+from kvstore.client.decode import grant_of, refusal_of, slots_of
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant, given
 from kvstore.client.outbox import Cancel, Outbox, Prefetch, Step, StepBuffer
-from kvstore.errors import Aborted, KvstoreError, ResourceExhausted, Unavailable, from_grpc_code
+from kvstore.errors import Aborted, ResourceExhausted, Unavailable
 from kvstore.layout import TableShape
-from kvstore.moves import Grant, Slots
-from kvstore.wire.packed import u8_of, u32_of
+from kvstore.moves import Grant
+from kvstore.wire.packed import u8_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Listener", "SessionState", "Statement", "Targets"]
@@ -33,7 +33,6 @@ __all__ = ["Listener", "SessionState", "Statement", "Targets"]
 _LOG = logging.getLogger("kvstore.client")
 _MAX_QUEUED = 8192
 _MAX_EVENTS = 65536
-_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,15 +321,7 @@ class SessionState:
                 self._announce()
 
     def _apply_grant(self, message_id: int, answer: pb.Grant) -> None:
-        grant = Grant(
-            outcomes=u8_of(answer.outcomes),
-            hbm_slots=u32_of(answer.hbm_slots),
-            hbm_generations=u32_of(answer.hbm_generations),
-            dram_slots=u32_of(answer.dram_slots),
-            dram_generations=u32_of(answer.dram_generations),
-            reserve_slots=u32_of(answer.reserve_slots),
-            reserve_generations=u32_of(answer.reserve_generations),
-        )
+        grant = grant_of(answer)
         with self.lock:
             self._seen = message_id
             item = self._outbox.answered(answer.id)
@@ -345,12 +336,7 @@ class SessionState:
             self._announce()
 
     def _apply_slots(self, message_id: int, answer: pb.Slots) -> None:
-        slots = Slots(
-            hbm_slots=u32_of(answer.hbm_slots),
-            hbm_generations=u32_of(answer.hbm_generations),
-            dram_slots=u32_of(answer.dram_slots),
-            dram_generations=u32_of(answer.dram_generations),
-        )
+        slots = slots_of(answer)
         with self.lock:
             self._seen = message_id
             self.hbm.credited(slots.hbm_slots, slots.hbm_generations)
@@ -375,9 +361,7 @@ class SessionState:
             self._announce()
 
     def _apply_error(self, message_id: int, answer: pb.StreamError) -> None:
-        code = _CODE_NAMES.get(answer.code, "UNKNOWN")
-        retry_after_s = answer.retry_after_ms / 1000 if answer.retry_after_ms else None
-        error: KvstoreError = from_grpc_code(code, answer.message, retry_after_s=retry_after_s)
+        error = refusal_of(answer)
         with self.lock:
             self._seen = message_id
             item = self._outbox.answered(answer.id)

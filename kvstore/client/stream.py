@@ -39,11 +39,11 @@ class Connection(Protocol):
         """Of the last attach."""
         ...
 
-    def resume(self) -> None:
+    def resume(self, state: SessionState) -> None:
         """Attaches again and states what is held. Raises NotFound: the daemon does not know the session."""
         ...
 
-    def renew(self) -> None:
+    def renew(self, state: SessionState) -> None:
         """Attaches a new session in the place of one that is gone."""
         ...
 
@@ -101,7 +101,7 @@ class Stream:
     def _attach_again(self) -> None:
         if not self._lost:
             try:
-                self._connection.resume()
+                self._connection.resume(self._state)
                 return
             except (NotFound, Unauthenticated) as error:
                 _LOG.warning("the daemon does not know this session any more: %s", error)
@@ -109,7 +109,7 @@ class Stream:
                 self._lost = True
         self._await(self._state.idle)
         if not self._stopping.is_set():
-            self._connection.renew()
+            self._connection.renew(self._state)
             self._lost = False
 
     def _await(self, ready: Callable[[], bool]) -> None:

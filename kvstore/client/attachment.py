@@ -1,0 +1,227 @@
+"""How a session is attached: its token, its namespaces, the memory it maps, and how all of that is taken up again.
+
+Made on the caller's thread; afterwards the stream's thread alone resumes and renews.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.credit import SlotRun
+from kvstore.client.descriptors import Descriptors, MappedMemory
+from kvstore.client.memory import HbmMemory
+from kvstore.client.rpc import Rpc
+from kvstore.client.state import SessionState
+from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
+from kvstore.geometry import Geometry
+from kvstore.identity import HashChain, namespace_digest
+from kvstore.layout import GENERATION_SHIFT, Tier
+from kvstore.wire.descriptors import descriptor_path
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Attachment", "DeviceSpec", "Namespace"]
+
+_LOG = logging.getLogger("kvstore.client")
+_PROTOCOL_VERSION = 1
+_MAP_TIMEOUT_S = 2.0
+
+U32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """The owned HBM of a session. `hbm_bytes` is its budget on that device, in bytes."""
+
+    hbm_bytes: int
+    index: int = 0
+    kind: str = "twin"
+    uuid: str = ""
+
+
+class Namespace:
+    """All that makes KV interchangeable, opened in one session. `handle` may change when a session is renewed."""
+
+    __slots__ = ("block_tokens", "handle", "key", "parts")
+
+    def __init__(self, parts: Mapping[str, bytes], block_tokens: int, handle: int, key: bytes) -> None:
+        self.parts = dict(parts)
+        self.block_tokens = block_tokens
+        self.handle = handle
+        self.key = key
+
+    def chain(self, token_ids: Sequence[int] | NDArray[np.integer] = ()) -> HashChain:
+        """The hash chain of a prompt in this namespace; it can be extended."""
+        return HashChain(self.key, self.block_tokens, token_ids)
+
+
+class Attachment:
+    """The attached session, as the daemon knows it."""
+
+    def __init__(
+        self, rpc: Rpc, name: str, geometry: Geometry, device: DeviceSpec | None, timeout_s: float
+    ) -> None:
+        """Attaches and maps. Raises: as the daemon answers."""
+        self.geometry = geometry
+        self._name = name
+        self._device = device
+        self._rpc = rpc
+        self._timeout_s = timeout_s
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._opening = threading.Lock()
+        self._reply = self._attach(None)
+        self._descriptors = self._open_descriptors(None)
+        try:
+            self.memory: MappedMemory = self._descriptors.open()
+        except BaseException:
+            self._detach()
+            raise
+
+    @property
+    def max_message_blocks(self) -> int:
+        """Most blocks that one message may name."""
+        return self._reply.max_message_blocks
+
+    def open_namespace(self, parts: Mapping[str, bytes]) -> Namespace:
+        """See Session.open_namespace."""
+        digest = namespace_digest(parts)
+        with self._opening:
+            namespace = self._namespaces.get(digest)
+            if namespace is None:
+                reply = self._open(parts)
+                namespace = Namespace(parts, self.geometry.block_tokens, reply.namespace, reply.key)
+                self._namespaces[digest] = namespace
+            return namespace
+
+    def close(self) -> None:
+        """Detaches, then ends the liveness connection."""
+        self._detach()
+        self._descriptors.close()
+
+    @property
+    def token(self) -> bytes:
+        """Names the session on the stream."""
+        return self._reply.token
+
+    def resume(self, state: SessionState) -> None:
+        """Attaches again, states what is held, and notes what the daemon does not hold for this session."""
+        held = state.statement()
+        statement = pb.Resume(
+            token=self._reply.token,
+            hbm_slots=held.hbm.slots.tobytes(),
+            hbm_generations=held.hbm.generations.tobytes(),
+            dram_slots=held.dram.slots.tobytes(),
+            dram_generations=held.dram.generations.tobytes(),
+        )
+        try:
+            self._reply = self._attach(statement)
+        except FailedPrecondition:  # the daemon waits for this process to present itself again
+            if not self._reopen_descriptors():
+                raise
+            self._reply = self._attach(statement)
+        self._reopen_descriptors()
+        state.lose(self._missing(Tier.HBM, held.hbm), self._missing(Tier.DRAM, held.dram))
+        self._reopen()
+
+    def renew(self, state: SessionState) -> None:
+        """Attaches as a new session: other tables, other extents behind the same pages."""
+        self._descriptors.close()
+        old = self.memory
+        self._reply = self._attach(None)
+        self._descriptors = self._open_descriptors(old.hbm)
+        self.memory = self._descriptors.open()
+        old.dram.close()
+        state.renew(self.memory.tables.columns.shape, self._reply.max_message_blocks)
+        self._reopen()
+
+    def wait_mapped(self, dram_slots: U32) -> None:
+        """See Connection.wait_mapped: a second hello fetches the whole set where a push did not come."""
+        if self.memory.dram.mapped(dram_slots):
+            return
+        if not self._descriptors.wait_mapped(self.memory, dram_slots, _MAP_TIMEOUT_S):
+            raise FailedPrecondition("the descriptor of a DRAM extent did not come: resuming")
+
+    def _reopen_descriptors(self) -> bool:
+        """Presents this process again where the connection was lost."""
+        if not self._descriptors.closed:
+            return False
+        self._descriptors.close()
+        self._descriptors = self._open_descriptors(None)
+        self._descriptors.open(self.memory)
+        return True
+
+    def _missing(self, tier: Tier, stated: SlotRun) -> U32:
+        """Stated slots that the tables do not show as this session's, under that generation."""
+        pool = self.memory.tables.columns.pool(tier)
+        ours = (pool.holders[stated.slots] >> np.uint64(self._reply.session)) & np.uint64(1) != 0
+        same = (pool.state[stated.slots] >> GENERATION_SHIFT).astype(np.uint32) == stated.generations
+        missing: U32 = stated.slots[~(ours & same)]
+        return missing
+
+    def _attach(self, resume: pb.Resume | None) -> pb.AttachReply:
+        groups = [
+            pb.LayerGroup(
+                rule=int(group.rule),  # type: ignore[arg-type]
+                window_tokens=group.window_tokens,
+                layers=group.layers,
+                kv_heads=group.kv_heads,
+                head_dim=group.head_dim,
+                block_tokens=group.block_tokens,
+            )
+            for group in self.geometry.groups
+        ]
+        request = pb.AttachRequest(
+            protocol_version=_PROTOCOL_VERSION,
+            name=self._name,
+            groups=groups,
+            dtype=self.geometry.dtype,
+            device=_device(self._device),
+            hbm_bytes=0 if self._device is None else self._device.hbm_bytes,
+            members=1,
+            resume=resume,
+        )
+        reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
+        return reply
+
+    def _open_descriptors(self, hbm_range: HbmMemory | None) -> Descriptors:
+        return Descriptors(
+            self._reply.descriptor_socket or descriptor_path(self._rpc.socket_path),
+            self._reply.token,
+            slot_bytes=self._reply.slot_bytes,
+            hbm_bytes=0 if self._device is None else self._device.hbm_bytes,
+            timeout_s=self._timeout_s,
+            hbm_range=hbm_range,
+        )
+
+    def _open(self, parts: Mapping[str, bytes]) -> pb.OpenNamespaceReply:
+        request = pb.OpenNamespaceRequest(
+            token=self._reply.token,
+            parts=[pb.NamespacePart(tag=tag, value=value) for tag, value in parts.items()],
+        )
+        reply: pb.OpenNamespaceReply = self._rpc.call("OpenNamespace", request, self._timeout_s)
+        return reply
+
+    def _reopen(self) -> None:
+        """Opens every namespace again: a restarted daemon does not know which ones this session may use."""
+        with self._opening:
+            for namespace in self._namespaces.values():
+                namespace.handle = self._open(namespace.parts).namespace
+
+    def _detach(self) -> None:
+        try:
+            self._rpc.call("Detach", pb.DetachRequest(token=self._reply.token), self._timeout_s)
+        except KvstoreError as error:  # the daemon sees the process end instead
+            _LOG.info("detach: %s", error)
+
+
+def _device(spec: DeviceSpec | None) -> pb.Device | None:
+    if spec is None:
+        return None
+    if spec.kind != "twin":
+        raise InvalidArgument(f"device kind {spec.kind!r} is not built yet: use 'twin'")
+    return pb.Device(kind=pb.DEVICE_KIND_TWIN, index=spec.index, uuid=spec.uuid)
