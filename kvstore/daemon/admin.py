@@ -1,0 +1,89 @@
+"""The calls of service Admin. Offered only where the peer is the daemon's own user (`app` decides on which socket)."""
+
+from __future__ import annotations
+
+from kvstore.daemon.memory import Memory
+from kvstore.daemon.owner import Owner
+from kvstore.daemon.sessions import Sessions
+from kvstore.daemon.unary import session_stats
+from kvstore.errors import InvalidArgument
+from kvstore.moves import NamespaceId
+from kvstore.wire.packed import hashes_of
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Admin"]
+
+_ALL_NAMESPACES = 0xFFFFFFFF
+
+
+class Admin:
+    """Answers administrators. Every method raises KvstoreError for what it refuses."""
+
+    def __init__(self, *, owner: Owner, sessions: Sessions, memory: Memory) -> None:
+        self._owner = owner
+        self._store = owner.store
+        self._sessions = sessions
+        self._memory = memory
+
+    async def pin(self, request: pb.PinRequest) -> pb.PinReply:
+        """Keeps a chain from eviction for a time."""
+        if not request.ttl_s:
+            raise InvalidArgument("a pin needs a time to live (ttl_s > 0)")
+        pinned = self._store.pin(
+            now_ms=self._owner.now_ms(),
+            namespace=self._namespace(request.namespace),
+            hashes=hashes_of(request.hashes),
+            ttl_ms=request.ttl_s * 1000,
+        )
+        return pb.PinReply(pinned_blocks=pinned)
+
+    async def unpin(self, request: pb.UnpinRequest) -> pb.UnpinReply:
+        """Takes a pin back."""
+        unpinned = self._store.unpin(
+            namespace=self._namespace(request.namespace), hashes=hashes_of(request.hashes)
+        )
+        return pb.UnpinReply(unpinned_blocks=unpinned)
+
+    async def clear(self, request: pb.ClearRequest) -> pb.ClearReply:
+        """Removes the blocks of a namespace, or all, that nobody holds."""
+        every = request.namespace == _ALL_NAMESPACES
+        result = self._store.clear(None if every else self._namespace(request.namespace))
+        self._owner.settle_soon()
+        return pb.ClearReply(removed_blocks=result.removed, kept_blocks=result.kept)
+
+    async def leases(self, _request: pb.LeasesRequest) -> pb.LeasesReply:
+        """Who holds what."""
+        now_ms = self._owner.now_ms()
+        return pb.LeasesReply(sessions=[session_stats(info, now_ms) for info in self._store.stats().sessions])
+
+    async def check_integrity(self, _request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityReply:
+        """The store's own invariants. O(rows + slots)."""
+        return pb.CheckIntegrityReply(faults=self._store.check_integrity())
+
+    async def release_device(self, request: pb.ReleaseDeviceRequest) -> pb.ReleaseDeviceReply:
+        """Lets orphaned HBM of a device go at once."""
+        if request.device >= self._owner.config.devices:
+            raise InvalidArgument(
+                f"device {request.device}: this daemon is configured for {self._owner.config.devices}"
+            )
+        released = self._memory.release(request.device)
+        return pb.ReleaseDeviceReply(released_bytes=released.released_bytes, kept_bytes=released.kept_bytes)
+
+    async def forget(self, request: pb.ForgetRequest) -> pb.ForgetReply:
+        """Takes the administrator's word that a session's processes are gone."""
+        session = self._owner.require_session_id(request.session)
+        return pb.ForgetReply(freed_slots=self._sessions.forget(session))
+
+    async def pause(self, request: pb.PauseRequest) -> pb.PauseReply:
+        """Takes the service out of use, or back into it."""
+        self._owner.paused = request.paused
+        if request.paused:
+            self._owner.warnings["paused"] = (
+                "paused by the administrator: every lookup misses, nothing is stored"
+            )
+        else:
+            self._owner.warnings.pop("paused", None)
+        return pb.PauseReply()
+
+    def _namespace(self, number: int) -> NamespaceId:
+        return NamespaceId(number)

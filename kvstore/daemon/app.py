@@ -1,0 +1,241 @@
+"""The daemon from its first descriptor to its last: puts the parts together, starts them, ends them.
+
+Order of a start: lock of the socket, tables (kept or new), descriptors back to whom they belong, the first DRAM extent,
+sockets, READY; disks and the rest of DRAM come behind. Order of an end: streams are told, what is in DRAM goes to disk,
+then everything closes. Whatever is not awaited here runs as a task of `_tasks`, and a task that ends by a fault of ours
+ends the daemon: the keeper starts a sound one from the same memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from kvstore.config import ServeConfig
+from kvstore.daemon.admin import Admin
+from kvstore.daemon.descriptors import DescriptorServer
+from kvstore.daemon.kept import Kept
+from kvstore.daemon.log import Log
+from kvstore.daemon.memory import Memory, extent_plan
+from kvstore.daemon.metrics import MetricsServer
+from kvstore.daemon.movers import Movers
+from kvstore.daemon.notify import Notifier
+from kvstore.daemon.nvme import SlabTable, secret_on_disk
+from kvstore.daemon.owner import Owner
+from kvstore.daemon.recovery import SECRET, TABLES, Tables, match_descriptors, open_tables, tenant_secret
+from kvstore.daemon.services import Services
+from kvstore.daemon.sessions import Sessions
+from kvstore.daemon.sockets import Sockets
+from kvstore.daemon.stream import SessionStreams
+from kvstore.daemon.unary import Unary
+from kvstore.errors import ConfigError
+from kvstore.keeper import KEEPER_PID
+from kvstore.layout import Tier
+from kvstore.units import format_count, format_size
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Daemon"]
+
+_LOG = Log("app")
+_PATHS_BEFORE_READY_S = 1.0
+_SECRET_TIMEOUT_S = 10.0
+_SWEEP_S = 1.0
+_STREAM_GRACE_S = 0.5
+_CLOSE_S = 5.0
+
+
+class Daemon:
+    """One life of the daemon, on the running loop."""
+
+    def __init__(self, config: ServeConfig, environ: Mapping[str, str], inherited: Mapping[str, int]) -> None:
+        self._config = config
+        self._inherited = inherited
+        self._keeper_died_warning = "the keeper died and was started again"
+        self._notifier = Notifier(environ.get("NOTIFY_SOCKET"))
+        keeper_pid = int(environ[KEEPER_PID]) if environ.get(KEEPER_PID) else None
+        self._kept = Kept(self._notifier, keeper_pid, self._keeper_restarted)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> None:
+        """From start to a clean end. Raises KvstoreError where it cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        sockets = Sockets(self._config)
+        try:
+            await self._start(sockets)
+            await asyncio.wait(
+                (asyncio.ensure_future(self._stop.wait()), self._fault), return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._fault.done():
+                self._fault.result()
+            await self._drain()
+        finally:
+            sockets.close()
+        self._notifier.close()
+
+    # ------------------------------------------------------------ start
+
+    async def _start(self, sockets: Sockets) -> None:
+        secret = await self._secret()
+        tables = open_tables(self._config, self._inherited, time.time_ns() // 1_000_000)
+        self._build(tables, secret)
+        members = match_descriptors(
+            owner=self._owner,
+            kept=self._kept,
+            memory=self._memory,
+            sessions=self._sessions,
+            tables=tables,
+            inherited=self._inherited,
+        )
+        slabs = {SlabTable.NAME: self._movers.slabs.fd}
+        await self._kept.add({TABLES: tables.fd, SECRET: self._secret_fd, **slabs})
+        if not self._memory.extents(Tier.DRAM):
+            await self._memory.add_dram(extent_plan(self._config)[0])
+        for member in members:
+            self._descriptors.adopt(member)
+        opened = self._start_paths()
+        self._spawn(self._owner.tick_forever())
+        if tables.fresh and opened:
+            await asyncio.wait(
+                [asyncio.ensure_future(event.wait()) for event in opened], timeout=_PATHS_BEFORE_READY_S
+            )
+        self._descriptors.listen(sockets.bind_descriptors())
+        await self._services.start()
+        sockets.open_to_group()
+        if self._metrics is not None:
+            await self._metrics.start()
+        self._spawn(self._memory.grow_forever())
+        self._spawn(self._sweep_forever())
+        self._spawn(self._kept.watch_keeper())
+        self._say_ready(tables, len(members))
+
+    def _build(self, tables: Tables, secret: bytes) -> None:
+        self._owner = Owner(store=tables.store, config=self._config, boot_epoch=time.time_ns())
+        self._memory = Memory(self._owner, self._kept, tables.columns)
+        self._sessions = Sessions(self._owner, self._kept)
+        self._descriptors = DescriptorServer(
+            owner=self._owner, sessions=self._sessions, memory=self._memory, tables_fd=tables.fd
+        )
+        self._movers = Movers(
+            owner=self._owner,
+            kept=self._kept,
+            memory=self._memory,
+            tables=tables,
+            secret=secret,
+            inherited=self._inherited,
+        )
+        unary = Unary(
+            owner=self._owner,
+            sessions=self._sessions,
+            memory=self._memory,
+            movers=self._movers,
+            secret=secret,
+            keeper_pid=lambda: self._kept.keeper_pid,
+        )
+        self._services = Services(
+            owner=self._owner,
+            unary=unary,
+            admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory),
+            streams=SessionStreams(self._owner),
+        )
+        port = self._config.metrics_port
+        self._metrics = None if port is None else MetricsServer(port, unary.stats_now)
+        if not self._kept.survives:
+            self._owner.warnings["keeper"] = "no keeper: memory does not outlive this daemon"
+
+    async def _secret(self) -> bytes:
+        try:
+            on_disk = await asyncio.wait_for(
+                asyncio.to_thread(secret_on_disk, self._config), _SECRET_TIMEOUT_S
+            )
+        except TimeoutError:
+            raise ConfigError(
+                f"nvme: {self._config.nvme[0].path} does not answer: is its disk well?"
+            ) from None
+        secret, self._secret_fd = tenant_secret(self._inherited, on_disk)
+        return secret
+
+    def _start_paths(self) -> list[asyncio.Event]:
+        opened = []
+        for number, path in enumerate(self._config.nvme):
+            opened.append(asyncio.Event())
+            self._spawn(self._movers.run_path(number, path, opened[-1]))
+        return opened
+
+    def _say_ready(self, tables: Tables, members: int) -> None:
+        gc.collect()
+        gc.freeze()  # what lives now lives to the end: full collections need not look at it
+        self._notifier.tell("READY=1")
+        config = self._config
+        parts = [f"DRAM {format_size(config.dram_bytes)}"]
+        parts += [f"NVMe {path}" for path in config.nvme]
+        parts.append(f"{format_count(config.max_rows)} blocks")
+        if config.metrics_port is not None:
+            parts.append(f"metrics http://127.0.0.1:{config.metrics_port}/metrics")
+        again = "" if tables.fresh else f" again with {format_count(self._owner.store.stats().rows)} known"
+        print(f"kvstore ready{again} on {config.socket}: {', '.join(parts)}", flush=True)
+        _LOG.info(
+            "ready", pid=os.getpid(), fresh=tables.fresh, members=members, rows=self._owner.store.stats().rows
+        )
+
+    # ------------------------------------------------------------ running
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._fault.done():
+            self._fault.set_exception(error)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._memory.sweep()
+
+    def _keeper_restarted(self) -> None:
+        self._owner.counters.add("keeper_restarts_total")
+        self._owner.warnings["keeper"] = self._keeper_died_warning
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._notifier.tell("STOPPING=1")
+            sys.stderr.flush()
+            os._exit(0)  # asked for twice: at once
+
+    # ------------------------------------------------------------ end
+
+    async def _drain(self) -> None:
+        """Tells the streams, brings what is in DRAM to disk, closes."""
+        self._owner.draining = True
+        self._notifier.tell("STOPPING=1")
+        deadline_s = self._config.limits.drain_deadline_s
+        _LOG.info("draining", deadline_s=deadline_s)
+        for session in self._owner.sessions.values():
+            session.post(draining=pb.Draining(deadline_ms=round(deadline_s * 1000)))
+        if self._config.nvme:
+            durable, left = await self._movers.flush(deadline_s)
+            _LOG.info("flushed", durable=durable, left=left)
+        self._descriptors.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        await self._services.stop(_STREAM_GRACE_S)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await self._movers.close(_CLOSE_S)
+        _LOG.info("stopped")

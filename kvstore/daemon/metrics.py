@@ -1,0 +1,114 @@
+"""Prometheus metrics on a loopback port, answered on the owner loop: no thread reads state that the loop changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.daemon.log import Log
+from kvstore.errors import ConfigError
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["MetricsServer", "StatsCollector"]
+
+_LOG = Log("metrics")
+_HOST = "127.0.0.1"
+_REQUEST_TIMEOUT_S = 5.0
+_MAX_REQUEST_BYTES = 8192
+_TIER_GAUGES = (
+    "capacity_bytes",
+    "allocated_bytes",
+    "slots",
+    "free_slots",
+    "filling_slots",
+    "sealed_slots",
+    "held_slots",
+    "orphan_slots",
+)
+
+
+class StatsCollector(Collector):
+    """Turns the reply of Stats into metrics, so that both show the same numbers."""
+
+    def __init__(self, stats: Callable[[], pb.StatsReply]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, from one reply."""
+        stats = self._stats()
+        for name in _TIER_GAUGES:
+            gauge = GaugeMetricFamily(f"kvstore_tier_{name}", f"{name} of a tier", labels=["tier"])
+            for tier in stats.tiers:
+                gauge.add_metric([tier.tier], getattr(tier, name))
+            yield gauge
+        sessions = GaugeMetricFamily("kvstore_sessions", "Sessions by state", labels=["state"])
+        for state in ("attaching", "attached", "lost", "dying"):
+            sessions.add_metric([state], sum(session.state == state for session in stats.sessions))
+        yield sessions
+        held = GaugeMetricFamily(
+            "kvstore_session_held_slots", "Slots held by a session", labels=["session", "tier"]
+        )
+        for session in stats.sessions:
+            held.add_metric([str(session.session), "hbm"], session.held_hbm_slots)
+            held.add_metric([str(session.session), "dram"], session.held_dram_slots)
+        yield held
+        for name, value in (
+            ("rows", stats.rows),
+            ("max_rows", stats.max_rows),
+            ("uptime_seconds", stats.uptime_s),
+            ("paused", stats.paused),
+            ("ready", stats.ready),
+            ("warnings", len(stats.warnings)),
+        ):
+            yield GaugeMetricFamily(f"kvstore_{name}", name.replace("_", " "), value=value)
+        for name, value in sorted(stats.counters.items()):
+            bare = name.removesuffix("_total")
+            yield CounterMetricFamily(f"kvstore_{bare}", bare.replace("_", " "), value=value)
+
+
+class MetricsServer:
+    """Serves `GET /metrics` and nothing else, on 127.0.0.1."""
+
+    def __init__(self, port: int, stats: Callable[[], pb.StatsReply]) -> None:
+        self._port = port
+        self._registry = CollectorRegistry()
+        self._registry.register(StatsCollector(stats))
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError where the port is taken."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, _HOST, self._port, limit=_MAX_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port: cannot listen on {_HOST}:{self._port}: {error.strerror}"
+            ) from None
+        _LOG.info("metrics", url=f"http://{_HOST}:{self._port}/metrics")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(
+            TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
+        ):
+            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_TIMEOUT_S)
+            if request.startswith((b"GET /metrics ", b"GET /metrics?")):
+                body, status = generate_latest(self._registry), b"200 OK"
+            else:
+                body, status = b"the metrics are at /metrics\n", b"404 Not Found"
+            writer.write(
+                b"HTTP/1.1 " + status + b"\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+                b"Connection: close\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+            )
+            await asyncio.wait_for(writer.drain(), _REQUEST_TIMEOUT_S)
+        writer.close()
+
+    def close(self) -> None:
+        """Listens no more."""
+        if self._server is not None:
+            self._server.close()

@@ -1,0 +1,365 @@
+"""One NVMe path in service: feeds its mover, takes the answers, commits what became durable.
+
+A write counts for the store once its bytes are on the medium (`Durability.COMMIT`: after the mover's fdatasync), and
+is then entered into the durable index by a group commit in a thread, at most every 20 ms. Reads count at once. A mover
+that dies fails all that it had, after its pidfd has fired; another is started. One that answers nothing for long is
+killed; while the disk holds on to it the path is out of service and everything else goes on. Owner loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.config import Durability
+from kvstore.daemon.kept import Kept
+from kvstore.daemon.log import Log
+from kvstore.daemon.memory import Memory
+from kvstore.daemon.nvme import OpenPath, SlabTable, commit, index_changes
+from kvstore.daemon.owner import Owner
+from kvstore.errors import KvstoreError
+from kvstore.faults import fault
+from kvstore.layout import Columns, Tier
+from kvstore.mover_link import MoverLink
+from kvstore.moves import MoveKind, MoveStatus
+from kvstore.wire import mover as wire
+
+__all__ = ["MoverPath"]
+
+_LOG = Log("mover")
+_COMMIT_INTERVAL_S = 0.02
+_STALL_WARN_S = 10.0
+_STALL_KILL_S = 60.0
+_FIRST_DELAY_S = 0.1
+_LAST_DELAY_S = 5.0
+_STEADY_S = 10.0
+_REAP_S = 0.5
+
+
+@dataclass(slots=True)
+class _Written:
+    """Writes that the mover has answered and that are not on the medium yet."""
+
+    ids: list[NDArray[np.uint64]]
+    statuses: list[NDArray[np.uint8]]
+
+
+class MoverPath:
+    """The mover of one path and what goes through it."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        owner: Owner,
+        kept: Kept,
+        memory: Memory,
+        columns: Columns,
+        slabs: SlabTable,
+        opened: OpenPath,
+    ) -> None:
+        self.number = number
+        self.opened = opened
+        self.counts: wire.Counts | None = None
+        self.changed = asyncio.Event()
+        """Set whenever something became durable, for who waits for a flush."""
+        self._owner = owner
+        self._kept = kept
+        self._memory = memory
+        self._columns = columns
+        self._slabs = slabs
+        self._link: MoverLink | None = None
+        self._known_slabs: set[int] = set()
+        self._waiting_moves: NDArray[np.void] | None = None
+        self._writes = np.empty(0, dtype=np.uint64)  # ids of writes that the mover has
+        self._written = _Written([], [])
+        self._sync_id = 0
+        self._syncing: _Written | None = None
+        self._dropped_slabs: list[int] = []
+        self._committing = False
+        self._commit_due = False
+        self._ended = asyncio.Event()
+
+    # ------------------------------------------------------------ the process
+
+    async def run_forever(self) -> None:
+        """Keeps a mover running."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                self._start()
+                await self._kept.add({f"mover-{self.number}": self._require_link().pidfd})
+                self._announce()
+                await self._until_ended()
+            except (KvstoreError, OSError) as error:
+                _LOG.warning("mover not started", path=self.number, error=error)
+            await self._bury()
+            if time.monotonic() - started_s > _STEADY_S:
+                delay_s = _FIRST_DELAY_S
+            self._owner.counters.add("mover_restarts_total")
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LAST_DELAY_S)
+
+    def _start(self) -> None:
+        config = self._owner.config
+        link = MoverLink.start(
+            wire.Config(directory=str(self.opened.directory.path), threads=config.nvme_threads),
+            lock_fd=self.opened.directory.lock_fd,
+        )
+        self._link = link
+        self._ended.clear()
+        self._known_slabs.clear()
+        _LOG.info("mover started", path=self.number, pid=link.pid)
+
+    def _announce(self) -> None:
+        """The mover is in the keeper: from now on it may touch memory."""
+        link = self._require_link()
+        for info, fd in self._memory.extents(Tier.DRAM):
+            link.send_extent(info.extent, info.nbytes, fd)
+        asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
+        self._update_writer()
+        self.pump()
+
+    def _require_link(self) -> MoverLink:
+        assert self._link is not None
+        return self._link
+
+    @property
+    def pid(self) -> int:
+        """Process id of the mover; 0 while there is none."""
+        return 0 if self._link is None else self._link.pid
+
+    async def _until_ended(self) -> None:
+        """Returns when the mover is dying; watches for a disk that hangs."""
+        link = self._require_link()
+        topic = f"stall-{self.number}"
+        while not self._ended.is_set():
+            try:
+                await asyncio.wait_for(self._ended.wait(), 1.0)
+            except TimeoutError:
+                stalled_s = link.stalled_s()
+                if stalled_s > _STALL_WARN_S:
+                    self._owner.warnings[topic] = (
+                        f"nvme path {self.opened.directory.path} has not answered for long"
+                    )
+                else:
+                    self._owner.warnings.pop(topic, None)
+                if stalled_s > _STALL_KILL_S:
+                    _LOG.warning("mover killed: its disk does not answer", path=self.number, pid=link.pid)
+                    link.kill()
+        self._owner.warnings.pop(topic, None)
+
+    async def _bury(self) -> None:
+        """Waits until the dead mover certainly touches nothing, then fails what it had."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(link.fileno())
+        loop.remove_writer(link.fileno())
+        link.stop()
+        exited = asyncio.Event()
+        loop.add_reader(link.pidfd, exited.set)
+        await exited.wait()
+        loop.remove_reader(link.pidfd)
+        self._kept.remove([f"mover-{self.number}"])
+        code = link.reap(_REAP_S)
+        _LOG.warning("mover ended", path=self.number, code=code)
+        self._writes = self._writes[:0]
+        self._waiting_moves = None
+        self._written, self._syncing = _Written([], []), None
+        self._owner.store.mover_dead(self.number, self._owner.now_ms())
+        self._owner.settle_soon()
+
+    def stop(self) -> None:
+        """The daemon ends: the mover finishes what runs and exits by itself."""
+        if self._link is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._link.fileno())
+            loop.remove_writer(self._link.fileno())
+            self._link.stop()
+
+    # ------------------------------------------------------------ work out
+
+    def extent_added(self, extent: int, nbytes: int, fd: int) -> None:
+        """A new DRAM extent, which moves may name from now on."""
+        if self._link is not None:
+            self._link.send_extent(extent, nbytes, fd)
+            self._update_writer()
+
+    def pump(self) -> None:
+        """Sends as many moves as the mover has room for; commits what is due."""
+        link = self._link
+        if link is None or link.ended:
+            return
+        while link.room:
+            moves = self._waiting_moves
+            if moves is None:
+                moves = self._owner.store.take_moves(self.number, link.room)
+            self._waiting_moves = None
+            if not len(moves):
+                break
+            self._open_slabs(moves, link)
+            sent = link.send_moves(moves) if not link.wants_write else 0
+            self._note_writes(moves[:sent])
+            if sent < len(moves):
+                self._waiting_moves = moves[sent:]
+                break
+        self._update_writer()
+        self._sync_or_commit()
+
+    def _note_writes(self, moves: NDArray[np.void]) -> None:
+        writes = moves["id"][moves["kind"] == MoveKind.WRITE]
+        if len(writes):
+            self._writes = np.concatenate((self._writes, writes))
+
+    def _open_slabs(self, moves: NDArray[np.void], link: MoverLink) -> None:
+        """A slab is made, or made anew for another slot size, before the first move that names its extent."""
+        for extent in np.unique(moves["nvme_extent"]).tolist():
+            slot_bytes = int(self._columns.extent_slot_bytes[extent])
+            number = self._slabs.number(extent)
+            if number and self._slabs.slot_bytes(extent) != slot_bytes:
+                # The store cuts an extent anew only when none of its slots is in use, so no move names the old slab.
+                self._dropped_slabs.append(number)
+                self._send_slab(link, extent, number, self._slabs.slot_bytes(extent))
+                link.send_drop(Tier.NVME, extent)
+                self._known_slabs.discard(extent)
+                number = 0
+            if not number:
+                number = self.opened.directory.new_slab_number()
+                self._slabs.set(extent, number, slot_bytes)
+            self._send_slab(link, extent, number, slot_bytes)
+
+    def _send_slab(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
+        if extent not in self._known_slabs:
+            self._known_slabs.add(extent)
+            link.send_slab(extent, number, int(self._columns.extent_bytes[extent]), slot_bytes)
+
+    def _update_writer(self) -> None:
+        link = self._link
+        if link is None or link.ended:
+            return
+        loop = asyncio.get_running_loop()
+        if link.wants_write or self._waiting_moves is not None:
+            loop.add_writer(link.fileno(), self._writable)
+        else:
+            loop.remove_writer(link.fileno())
+
+    def _writable(self) -> None:
+        link = self._require_link()
+        link.flush()
+        self.pump()
+
+    # ------------------------------------------------------------ answers in
+
+    def _readable(self) -> None:
+        link = self._require_link()
+        for message in link.receive():
+            self._take(message)
+        if link.ended:
+            asyncio.get_running_loop().remove_reader(link.fileno())
+            self._ended.set()
+        self._owner.settle_soon()
+
+    def _take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Replies():
+                self._take_replies(message.replies)
+            case wire.Synced():
+                self._take_synced(message)
+            case wire.SlabOpened():
+                if not message.direct:
+                    _LOG.info("no O_DIRECT here: buffered", path=self.number, extent=message.extent)
+            case wire.SlabFailed():
+                self._owner.warnings[f"slab-{self.number}"] = message.text
+                _LOG.warning("slab failed", path=self.number, extent=message.extent, error=message.text)
+            case wire.Notice():
+                _LOG.warning("notice", path=self.number, text=message.text)
+            case wire.Counts():
+                self.counts = message
+            case _:
+                _LOG.debug("message", path=self.number, kind=type(message).__name__)
+
+    def _take_replies(self, replies: NDArray[np.void]) -> None:
+        ids, statuses = replies["id"].astype(np.uint64), replies["status"].astype(np.uint8)
+        is_write = np.isin(ids, self._writes)
+        waits = is_write & (statuses == MoveStatus.OK)
+        if self._owner.config.durability is not Durability.COMMIT:
+            waits[:] = False
+        if is_write.any():
+            self._writes = self._writes[~np.isin(self._writes, ids)]
+        if waits.any():
+            self._written.ids.append(ids[waits])
+            self._written.statuses.append(statuses[waits])
+        self._done(ids[~waits], statuses[~waits])
+
+    def _done(self, ids: NDArray[np.uint64], statuses: NDArray[np.uint8]) -> None:
+        if len(ids):
+            fault("move.reply")
+            self._owner.store.moves_done(
+                now_ms=self._owner.now_ms(), path=self.number, ids=ids, statuses=statuses
+            )
+            self._commit_due = True
+            self._owner.settle_soon()
+
+    def _take_synced(self, synced: wire.Synced) -> None:
+        batch, self._syncing = self._syncing, None
+        if batch is None or synced.id != self._sync_id:
+            return
+        ids, statuses = np.concatenate(batch.ids), np.concatenate(batch.statuses)
+        if synced.text:
+            _LOG.warning("sync failed", path=self.number, error=synced.text)
+            self._owner.warnings[f"sync-{self.number}"] = (
+                f"nvme path {self.opened.directory.path}: {synced.text}"
+            )
+            statuses = np.full(len(ids), MoveStatus.IO_ERROR, dtype=np.uint8)
+        self._done(ids, statuses)
+
+    def _sync_or_commit(self) -> None:
+        link = self._link
+        if link is not None and self._written.ids and self._syncing is None and not link.ended:
+            self._syncing, self._written = self._written, _Written([], [])
+            self._sync_id += 1
+            link.send_sync(self._sync_id)
+        if self._commit_due and not self._committing:
+            self._committing = True
+            asyncio.get_running_loop().create_task(self._commit())
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is on its way to the medium or to the index."""
+        link = self._link
+        return (
+            bool(self._written.ids)
+            or self._syncing is not None
+            or self._committing
+            or self._commit_due
+            or (link is not None and link.outstanding > 0)
+        )
+
+    async def _commit(self) -> None:
+        """Group commit in a thread: what the store says has changed, then a pause so that more can gather."""
+        try:
+            self._commit_due = False
+            changes = self._owner.store.take_nvme_changes(self.number)
+            published, freed = index_changes(changes, self._columns, self._slabs)
+            dropped, self._dropped_slabs = self._dropped_slabs, []
+            if len(published) or len(freed) or dropped:
+                await asyncio.to_thread(commit, self.opened, published, freed, dropped)
+                self._owner.counters.add("nvme_commits_total")
+            self.changed.set()
+        except KvstoreError as error:
+            self._owner.warnings[f"index-{self.number}"] = str(error)
+            _LOG.warning("commit failed", path=self.number, error=error)
+        except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
+            self._owner.counters.add("internal_errors_total")
+            _LOG.fault("commit failed", path=self.number)
+        finally:
+            await asyncio.sleep(_COMMIT_INTERVAL_S)
+            self._committing = False
+            self._owner.settle_soon()

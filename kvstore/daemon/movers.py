@@ -1,0 +1,219 @@
+"""All NVMe paths: opens them behind a ready daemon, feeds them, flushes them.
+
+A path is used only when its old mover (of a daemon that died) has certainly ended: its pidfd has fired and the
+directory's lock is free. Until then, and while its disk cannot be read, it is out of service with a warning. What a
+path holds is read from disk only where the tables are new. Owner loop only; the disk is touched in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+from kvstore.config import NvmePath
+from kvstore.daemon.kept import Kept
+from kvstore.daemon.log import Log
+from kvstore.daemon.memory import Memory
+from kvstore.daemon.mover_path import MoverPath
+from kvstore.daemon.nvme import OpenPath, SlabTable, open_path
+from kvstore.daemon.owner import Owner
+from kvstore.daemon.recovery import Tables
+from kvstore.errors import AlreadyExists, FailedPrecondition, KvstoreError
+from kvstore.layout import Tier
+from kvstore.moves import ExtentId, ExtentInfo
+
+__all__ = ["Movers"]
+
+_LOG = Log("movers")
+_RETRY_S = 0.05
+_WARN_AFTER_S = 5.0
+_OPEN_RETRY_S = 30.0
+_FLUSH_POLL_S = 0.05
+
+
+class Movers:
+    """The NVMe tier's processes."""
+
+    def __init__(
+        self,
+        *,
+        owner: Owner,
+        kept: Kept,
+        memory: Memory,
+        tables: Tables,
+        secret: bytes,
+        inherited: Mapping[str, int],
+    ) -> None:
+        self._owner = owner
+        self._kept = kept
+        self._memory = memory
+        self._tables = tables
+        self._secret = secret
+        self._old = {name: fd for name, fd in inherited.items() if name.startswith("mover-")}
+        self._paths: dict[int, MoverPath] = {}
+        self.slabs = SlabTable(tables.columns, {} if tables.fresh else inherited)
+        owner.on_settle(self.pump)
+        memory.listen(self._extent_added, lambda _: None)
+
+    async def run_path(self, number: int, path: NvmePath, opened: asyncio.Event) -> None:
+        """Brings one path into service and keeps it there. `opened` is set when what it holds is known."""
+        await self._old_mover_ended(number)
+        self._owner.store.mover_dead(number, self._owner.now_ms())
+        found = await self._open(path)
+        self._enter(number, found)
+        opened.set()
+        _LOG.info("path open", path=path.path, slabs=found.plan.slabs, blocks=len(found.records))
+        mover = MoverPath(
+            number=number,
+            owner=self._owner,
+            kept=self._kept,
+            memory=self._memory,
+            columns=self._tables.columns,
+            slabs=self.slabs,
+            opened=found,
+        )
+        self._paths[number] = mover
+        await mover.run_forever()
+
+    async def _old_mover_ended(self, number: int) -> None:
+        """The mover of a daemon before: until it has ended, its disk and its DRAM slots are its own."""
+        name = f"mover-{number}"
+        pidfd = self._old.pop(name, None)
+        if pidfd is None:
+            return
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(pidfd, ended.set)
+        while not ended.is_set():
+            try:
+                await asyncio.wait_for(ended.wait(), _WARN_AFTER_S)
+            except TimeoutError:
+                self._owner.warnings[name] = (
+                    f"nvme path {number} waits for the mover of an earlier daemon to end"
+                )
+        loop.remove_reader(pidfd)
+        self._owner.warnings.pop(name, None)
+        self._kept.remove([name])
+        os.close(pidfd)
+
+    async def _open(self, path: NvmePath) -> OpenPath:
+        topic = f"open-{path.path}"
+        waited_s = 0.0
+        while True:
+            try:
+                found = await asyncio.to_thread(
+                    open_path, path, self._owner.config, self._secret, read_index=self._tables.fresh
+                )
+            except (KvstoreError, OSError) as error:
+                busy = isinstance(error, AlreadyExists) and waited_s < _WARN_AFTER_S
+                if not busy and self._owner.warnings.get(topic) != str(error):
+                    _LOG.warning("path not open", path=path.path, error=error)
+                    self._owner.warnings[topic] = str(error)
+                delay_s = _RETRY_S if isinstance(error, AlreadyExists) else _OPEN_RETRY_S
+                waited_s += delay_s
+                await asyncio.sleep(delay_s)
+                continue
+            self._owner.warnings.pop(topic, None)
+            return found
+
+    # ------------------------------------------------------------ extents and what is in them
+
+    def _enter(self, number: int, found: OpenPath) -> None:
+        """Makes the path's slabs extents of the store, and its blocks rows, where the tables do not have them."""
+        store = self._owner.store
+        have = [info for info in store.extents(Tier.NVME) if info.device == number]
+        if not self._tables.fresh and have:
+            return
+        extents: dict[int, ExtentId] = {}
+        for slab in found.slabs:
+            extent = store.add_extent(
+                tier=Tier.NVME, device=number, nbytes=slab.nbytes, slot_bytes=slab.slot_bytes
+            )
+            self.slabs.set(extent, slab.number, slab.slot_bytes)
+            extents[slab.number] = extent
+        room = found.plan.slabs * found.plan.slab_bytes - sum(slab.nbytes for slab in found.slabs)
+        for _ in range(room // found.plan.slab_bytes):
+            store.add_extent(tier=Tier.NVME, device=number, nbytes=found.plan.slab_bytes, slot_bytes=0)
+        if len(found.records):
+            self._load(found, extents)
+        self._owner.settle_soon()
+
+    def _load(self, found: OpenPath, extents: Mapping[int, ExtentId]) -> None:
+        records = found.records
+        columns = self._tables.columns
+        slots = records["slot"].copy()
+        for number, extent in extents.items():
+            slots[records["slab"] == number] += columns.extent_slot_base[extent]
+        self._owner.store.load_nvme(
+            hashes=records["hash"],
+            parents=records["parent"],
+            ns_digests=records["ns_digest"],
+            depths=records["depth"],
+            slots=slots,
+            generations=records["generation"],
+            touches=records["touch"],
+        )
+
+    def _extent_added(self, info: ExtentInfo, fd: int) -> None:
+        if info.tier is Tier.DRAM:
+            for path in self._paths.values():
+                path.extent_added(info.extent, info.nbytes, fd)
+
+    # ------------------------------------------------------------ work
+
+    def pump(self) -> None:
+        """Gives every mover what it has room for."""
+        for path in self._paths.values():
+            path.pump()
+
+    async def flush(self, deadline_s: float) -> tuple[int, int]:
+        """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline)."""
+        if not self._owner.config.nvme:
+            raise FailedPrecondition("nothing is durable: no NVMe path is configured")
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + deadline_s
+        wanted = self._owner.store.flush()
+        self._owner.settle_soon()
+        while loop.time() < until_s:
+            left = self._owner.store.unwritten(wanted)
+            if not left and not any(path.busy for path in self._paths.values()):
+                break
+            await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
+        left = self._owner.store.unwritten(wanted)
+        durable = next(
+            tier.sealed_slots for tier in self._owner.store.stats().tiers if tier.tier is Tier.NVME
+        )
+        return durable, left
+
+    def counters(self) -> Mapping[str, int]:
+        """What the movers counted, over all paths."""
+        totals = dict.fromkeys(_COUNTED, 0)
+        for path in self._paths.values():
+            if path.counts is not None:
+                for name in _COUNTED:
+                    totals[name] += getattr(path.counts, name)
+        return {f"nvme_{name}_total": value for name, value in totals.items()}
+
+    def pids(self) -> dict[int, int]:
+        """Process id of each path's mover."""
+        return {number: path.pid for number, path in self._paths.items()}
+
+    async def close(self, deadline_s: float) -> None:
+        """The daemon ends on purpose: movers finish, indexes are closed."""
+        for path in self._paths.values():
+            path.stop()
+        closing = [asyncio.to_thread(path.opened.close) for path in self._paths.values()]
+        if closing:
+            await asyncio.wait([asyncio.ensure_future(item) for item in closing], timeout=deadline_s)
+
+
+_COUNTED = (
+    "read_blocks",
+    "read_bytes",
+    "written_blocks",
+    "written_bytes",
+    "corrupt_blocks",
+    "failed_blocks",
+    "syncs",
+)

@@ -1,0 +1,203 @@
+"""One NVMe path as the daemon sees it: its locked directory, its slabs and their numbers, its durable index.
+
+`open_path` and `commit` block on the disk and are called in a thread; the rest is bookkeeping on the owner loop. An
+extent of the store and a slab of the directory are the same memory under two names: the extent's number lives as long
+as the tables, the slab's number for ever. Which slab an extent is, is kept in a memfd of its own (`SlabTable`), so a
+restarted daemon knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.config import NvmePath, ServeConfig
+from kvstore.daemon.log import Log
+from kvstore.errors import Corruption
+from kvstore.faults import fault
+from kvstore.layout import Columns
+from kvstore.moves import NvmeChanges
+from tiers.memfd import create_memfd
+from tiers.nvme.directory import NvmeDirectory, SlabPlan, check_room, default_map_bytes, plan
+from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
+from tiers.nvme.recover import recover
+from tiers.nvme.slab import SlabFile, remove_slab
+
+__all__ = ["OpenPath", "SlabTable", "commit", "index_changes", "open_path", "secret_on_disk"]
+
+_LOG = Log("nvme")
+_RECOVER_TIMEOUT_S = 600.0
+
+
+class SlabTable:
+    """Slab number and slot size of each extent of the NVMe tier, in shared memory that the keeper holds."""
+
+    NAME = "slabs"
+
+    def __init__(self, columns: Columns, inherited: Mapping[str, int]) -> None:
+        count = columns.shape.max_extents
+        size = -(-16 * count // 4096) * 4096
+        self.fd = inherited[self.NAME] if self.NAME in inherited else create_memfd("kvstore-slabs", size)
+        table = np.frombuffer(mmap.mmap(self.fd, size), dtype="<u8")
+        self._numbers, self._slot_bytes = table[:count], table[count : 2 * count]
+
+    def set(self, extent: int, number: int, slot_bytes: int) -> None:
+        """From now on the extent is this slab; number 0: it has none."""
+        self._slot_bytes[extent] = slot_bytes
+        self._numbers[extent] = number
+
+    def number(self, extent: int) -> int:
+        """The extent's slab; 0: it has none."""
+        return int(self._numbers[extent])
+
+    def slot_bytes(self, extent: int) -> int:
+        """The slot size that the slab was made for."""
+        return int(self._slot_bytes[extent])
+
+    def numbers(self, extents: NDArray[np.uint16]) -> NDArray[np.uint64]:
+        """[n] slab of each extent."""
+        return self._numbers[extents]
+
+    def clear(self) -> None:
+        """No extent has a slab."""
+        self._numbers[:] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenPath:
+    """A path that is open and ours."""
+
+    directory: NvmeDirectory
+    index: DurableIndex
+    plan: SlabPlan
+    slabs: tuple[SlabFile, ...]
+    """Slabs with blocks in them, within the capacity."""
+    records: NDArray[np.void]
+    """RECORD[] of their blocks; empty where the tables know them already."""
+
+    def close(self) -> None:
+        """Closes files and lets go of the lock."""
+        self.index.close()
+        self.directory.close()
+
+
+def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> OpenPath:
+    """Locks, checks and opens a path; with `read_index` also finds what it holds. Blocks: call it in a thread.
+
+    Raises AlreadyExists while another process has it, ConfigError where it cannot be used, KvstoreError otherwise.
+    """
+    wanted = plan(path.capacity_bytes, config.nvme_extent_bytes, default_map_bytes(path.capacity_bytes))
+    directory = NvmeDirectory.open(path.path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(directory.close)
+        _keep_secret(Path(path.path), secret)
+        slabs = directory.slabs()
+        check_room(Path(path.path), wanted, slabs)
+        records = np.empty(0, dtype=RECORD)
+        if read_index:
+            found = recover(Path(path.path), map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
+            if found.rebuilt and slabs:
+                _LOG.warning("index rebuilt from trailers", path=path.path, why=found.rebuilt)
+            slabs = _trim(Path(path.path), slabs, found.records, wanted)
+            records = found.records[np.isin(found.records["slab"], [slab.number for slab in slabs])]
+        index = _open_index(Path(path.path), wanted.map_bytes, config)
+        undo.callback(index.close)
+        undo.pop_all()
+    return OpenPath(directory=directory, index=index, plan=wanted, slabs=tuple(slabs), records=records)
+
+
+def _open_index(directory: Path, map_bytes: int, config: ServeConfig) -> DurableIndex:
+    try:
+        return DurableIndex(directory, map_bytes=map_bytes, durability=config.durability)
+    except Corruption as error:
+        _LOG.warning("index damaged, rebuilding", path=directory, error=error)
+        recover(directory, map_bytes=map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
+        return DurableIndex(directory, map_bytes=map_bytes, durability=config.durability)
+
+
+def _trim(
+    directory: Path, slabs: list[SlabFile], records: NDArray[np.void], wanted: SlabPlan
+) -> list[SlabFile]:
+    """Removes slabs without a block, and those that exceed the capacity, the emptiest first; returns the rest."""
+    used = {slab.number: int(np.count_nonzero(records["slab"] == slab.number)) for slab in slabs}
+    kept: list[SlabFile] = []
+    room = wanted.slabs * wanted.slab_bytes
+    for slab in sorted(slabs, key=lambda slab: -used[slab.number]):
+        if used[slab.number] and slab.nbytes <= room:
+            kept.append(slab)
+            room -= slab.nbytes
+        else:
+            if used[slab.number]:
+                _LOG.warning(
+                    "slab removed: the capacity is smaller now", path=directory, blocks=used[slab.number]
+                )
+            remove_slab(directory, slab)
+    return sorted(kept, key=lambda slab: slab.number)
+
+
+def index_changes(
+    changes: NvmeChanges, columns: Columns, slabs: SlabTable
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """(RECORD[], SLOT_REF[]) for the durable index: slots of the store under their slabs' numbers. O(n)."""
+    published = np.zeros(len(changes.published), dtype=RECORD)
+    for name in ("generation", "depth", "touch", "hash", "parent", "ns_digest"):
+        published[name] = changes.published[name]
+    _place(published, changes.published["slot"], columns, slabs)
+    extents = columns.pools[2].extent[changes.published["slot"]]
+    published["length"] = columns.extent_slot_bytes[extents]
+    freed = np.zeros(len(changes.freed), dtype=SLOT_REF)
+    _place(freed, changes.freed, columns, slabs)
+    return published[published["slab"] != 0], freed[freed["slab"] != 0]
+
+
+def _place(records: NDArray[np.void], slots: NDArray[np.uint32], columns: Columns, slabs: SlabTable) -> None:
+    extents = columns.pools[2].extent[slots]
+    records["slab"] = slabs.numbers(extents)
+    records["slot"] = slots - columns.extent_slot_base[extents]
+
+
+def commit(
+    open_path: OpenPath,
+    published: NDArray[np.void],
+    freed: NDArray[np.void],
+    dropped_slabs: list[int],
+) -> None:
+    """One group commit; blocks on the disk."""
+    fault("commit.lmdb")
+    for number in dropped_slabs:
+        open_path.index.drop_slab(number)
+    if len(published) or len(freed):
+        open_path.index.commit(published, freed)
+    fault("commit.done")
+
+
+def secret_on_disk(config: ServeConfig) -> bytes | None:
+    """The tenant's secret that the first path which has one keeps; None without paths or before the first start."""
+    for path in config.nvme:
+        file = Path(path.path) / "secret"
+        with contextlib.suppress(OSError):
+            secret = file.read_bytes()
+            if len(secret) == 32:
+                return secret
+    return None
+
+
+def _keep_secret(path: Path, secret: bytes) -> None:
+    """Writes the tenant's secret beside the slabs, where it is not there yet."""
+    file = path / "secret"
+    if file.exists():
+        return
+    fd = os.open(file.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secret)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    file.with_suffix(".new").rename(file)

@@ -1,0 +1,145 @@
+"""The owner: the store, the sessions, and what must happen after every batch of calls into the store.
+
+All of the daemon's state is reached from here, on one event loop. After any call into the store its caller says
+`settle_soon()`: once per turn of the loop the owner then passes on what the store decided (changed leases, slots in
+hand, moves). A tick keeps time-driven work going: 50 times a second while something happens, 4 times otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvstore.config import ServeConfig
+from kvstore.daemon.counters import Counters
+from kvstore.daemon.log import Log
+from kvstore.daemon.session import Session
+from kvstore.errors import Aborted, NotFound, Unauthenticated
+from kvstore.moves import SessionId, Slots
+from kvstore.store import Store
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Owner", "slots_message"]
+
+_BUSY_TICK_S = 0.02
+_IDLE_TICK_S = 0.25
+_LOG = Log("owner")
+
+
+class Owner:
+    """Hub of the daemon. Not thread-safe: one loop owns it."""
+
+    def __init__(self, *, store: Store, config: ServeConfig, boot_epoch: int) -> None:
+        self.store = store
+        self.config = config
+        self.boot_epoch = boot_epoch
+        self.counters = Counters()
+        self.started_s = time.monotonic()
+        self.paused = False
+        self.draining = False
+        self.warnings: dict[str, str] = {}
+        """By topic: what a person should act on, as Stats shows it."""
+        self.sessions: dict[SessionId, Session] = {}
+        self._by_digest: dict[bytes, Session] = {}
+        self._settlers: list[Callable[[], None]] = []
+        self._settling = False
+        self._active = asyncio.Event()
+        self._clock_ms = 0
+
+    def now_ms(self) -> int:
+        """Wall-clock milliseconds that never go back: keys of recency are kept on disk across boots."""
+        self._clock_ms = max(self._clock_ms, time.time_ns() // 1_000_000)
+        return self._clock_ms
+
+    # ------------------------------------------------------------ sessions
+
+    def add_session(self, session: Session) -> None:
+        """Makes a session findable."""
+        self.sessions[session.id] = session
+        self._by_digest[session.digest] = session
+
+    def remove_session(self, session: Session) -> None:
+        """Forgets a session that the store has let go."""
+        session.cancel_deadline()
+        self.sessions.pop(session.id, None)
+        self._by_digest.pop(session.digest, None)
+        if session.outbox is not None:
+            session.outbox.fail(Aborted("the session has ended"))
+            session.outbox = None
+
+    def find_session(self, digest: bytes) -> Session | None:
+        """The session of a token's digest."""
+        return self._by_digest.get(digest)
+
+    def require_session(self, digest: bytes) -> Session:
+        """As `find_session`. Raises Unauthenticated."""
+        session = self._by_digest.get(digest)
+        if session is None:
+            raise Unauthenticated("no session has this token: attach again")
+        return session
+
+    def require_session_id(self, number: int) -> Session:
+        """By handle. Raises NotFound."""
+        session = self.sessions.get(SessionId(number))
+        if session is None:
+            raise NotFound(f"no session {number}")
+        return session
+
+    # ------------------------------------------------------------ after calls
+
+    def on_settle(self, settler: Callable[[], None]) -> None:
+        """Has `settler` called after every batch; it must be cheap where there is nothing to do."""
+        self._settlers.append(settler)
+
+    def settle_soon(self) -> None:
+        """To be called after any call into the store."""
+        if not self._settling:
+            self._settling = True
+            asyncio.get_running_loop().call_soon(self._settle)
+        self._active.set()
+
+    def _settle(self) -> None:
+        self._settling = False
+        for number, leases in self.store.take_changed():
+            session = self.sessions.get(number)
+            if session is not None:
+                session.post(changed=pb.Changed(leases=leases))
+        if not self.draining:
+            for session in self.sessions.values():
+                self._top_up(session)
+        for settler in self._settlers:
+            settler()
+
+    def _top_up(self, session: Session) -> None:
+        """Slots in hand, for sessions that asked and that can be told."""
+        if session.wants and session.outbox is not None and not self.paused:
+            slots = self.store.top_up(session.id, session.next_id())
+            if slots is not None:
+                session.post(slots=slots_message(slots))
+
+    async def tick_forever(self) -> None:
+        """Time-driven work: background eviction, write-behind, pins."""
+        while True:
+            self._active.clear()
+            try:
+                self.store.tick(self.now_ms())
+                self._settle()
+            except Exception:  # noqa: BLE001 (a task's boundary: one bad tick must not end all later ones)
+                self.counters.add("internal_errors_total")
+                _LOG.fault("tick failed")
+            await asyncio.sleep(_BUSY_TICK_S)
+            try:
+                await asyncio.wait_for(self._active.wait(), _IDLE_TICK_S)
+            except TimeoutError:
+                continue
+
+
+def slots_message(slots: Slots) -> pb.Slots:
+    """Credit and room on the wire."""
+    return pb.Slots(
+        hbm_slots=slots.hbm_slots.tobytes(),
+        hbm_generations=slots.hbm_generations.tobytes(),
+        dram_slots=slots.dram_slots.tobytes(),
+        dram_generations=slots.dram_generations.tobytes(),
+    )

@@ -1,0 +1,159 @@
+"""The gRPC servers: which service is offered on which socket, and the deadline of every unary call.
+
+The main socket offers Kvstore and Health. Admin is there too while only the daemon's own user can reach it (0600 and no
+TCP); where a group or TCP is asked for it stands on a socket of its own, `<socket>.admin`, 0600.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from kvstore.daemon.admin import Admin
+from kvstore.daemon.owner import Owner
+from kvstore.daemon.rpc import Context, answer
+from kvstore.daemon.sockets import admin_path
+from kvstore.daemon.stream import SessionStreams
+from kvstore.daemon.unary import Unary
+from kvstore.errors import ConfigError
+from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
+
+__all__ = ["Services"]
+
+_MAX_CALLS = 1024
+_HEALTH_POLL_S = 0.5
+_KVSTORE_CALLS = {
+    "Attach": "attach",
+    "Detach": "detach",
+    "OpenNamespace": "open_namespace",
+    "Explain": "explain",
+    "Stats": "stats",
+    "Describe": "describe",
+}
+_ADMIN_CALLS = {
+    "Pin": "pin",
+    "Unpin": "unpin",
+    "Clear": "clear",
+    "Leases": "leases",
+    "CheckIntegrity": "check_integrity",
+    "ReleaseDevice": "release_device",
+    "Forget": "forget",
+    "Pause": "pause",
+}
+
+_Handler = Callable[[Any, Context], Awaitable[Any]]
+
+
+class _Servicer:
+    """Methods by their names in the protocol, as gRPC's registration looks them up."""
+
+    def __init__(self, handlers: dict[str, Any]) -> None:
+        self.__dict__.update(handlers)
+
+
+class Services:
+    """The servers of one daemon."""
+
+    def __init__(self, *, owner: Owner, unary: Unary, admin: Admin, streams: SessionStreams) -> None:
+        self._owner = owner
+        self._config = owner.config
+        limits = self._config.limits
+        handlers: dict[str, Any] = {
+            name: self._unary(getattr(unary, method), limits.call_deadline_s)
+            for name, method in _KVSTORE_CALLS.items()
+        }
+        handlers["Flush"] = self._unary(unary.flush, limits.flush_deadline_s + limits.call_deadline_s)
+        handlers["Session"] = streams.serve
+        self._kvstore = _Servicer(handlers)
+        self._admin = _Servicer(
+            {
+                name: self._unary(getattr(admin, method), limits.call_deadline_s)
+                for name, method in _ADMIN_CALLS.items()
+            }
+        )
+        self._health = _Servicer({"Check": self._check, "Watch": self._watch})
+        self._servers: list[grpc.aio.Server] = []
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError where an address cannot be listened on."""
+        private = self._config.socket_group is None and self._config.tcp is None
+        main = self._server(admin=private)
+        mask = os.umask(0o177)
+        try:
+            _listen(main, f"unix:{self._config.socket}", "socket")
+            if self._config.tcp is not None:
+                _listen(main, self._config.tcp, "tcp")
+            if not private:
+                only_admin = grpc.aio.server(options=self._options())
+                kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, only_admin)
+                _listen(only_admin, f"unix:{admin_path(self._config.socket)}", "socket")
+                self._servers.append(only_admin)
+        finally:
+            os.umask(mask)
+        self._servers.append(main)
+        for server in self._servers:
+            await server.start()
+
+    def _server(self, *, admin: bool) -> grpc.aio.Server:
+        server = grpc.aio.server(options=self._options(), maximum_concurrent_rpcs=_MAX_CALLS)
+        kvstore_pb2_grpc.add_KvstoreServicer_to_server(self._kvstore, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if admin:
+            kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        return server
+
+    def _options(self) -> list[tuple[str, int]]:
+        size = self._config.limits.message_bytes
+        return [
+            ("grpc.max_receive_message_length", size),
+            ("grpc.max_send_message_length", size),
+            ("grpc.so_reuseport", 0),
+        ]
+
+    def _unary(self, call: Callable[[Any], Awaitable[Any]], limit_s: float) -> _Handler:
+        async def handler(request: Any, context: Context) -> Any:
+            return await answer(call, request, context, self._owner.counters, limit_s)
+
+        handler.__name__ = getattr(call, "__name__", "call")
+        return handler
+
+    async def _check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", "kvstore.v1.Kvstore"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._health_now())
+
+    async def _watch(
+        self, request: health_pb2.HealthCheckRequest, _context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = None
+        while True:
+            now = self._health_now()
+            if request.service not in ("", "kvstore.v1.Kvstore"):
+                now = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            if now != last:
+                last = now
+                yield health_pb2.HealthCheckResponse(status=now)
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+    def _health_now(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        draining = self._owner.draining
+        return (
+            health_pb2.HealthCheckResponse.NOT_SERVING if draining else health_pb2.HealthCheckResponse.SERVING
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all calls, streams after `grace_s`."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+
+def _listen(server: grpc.aio.Server, address: str, key: str) -> None:
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"{key}: cannot listen on {address.removeprefix('unix:')}: {error}") from None

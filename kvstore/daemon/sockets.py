@@ -1,0 +1,101 @@
+"""The daemon's places in the file system: the socket's directory, its lock, and who may connect."""
+
+from __future__ import annotations
+
+import fcntl
+import grp
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvstore.config import ServeConfig
+from kvstore.errors import AlreadyExists, ConfigError
+from kvstore.wire.descriptors import descriptor_path
+
+__all__ = ["Sockets", "admin_path"]
+
+
+def admin_path(socket_path: str) -> str:
+    """Where the Admin service listens, when others than the owner may reach the main socket."""
+    return f"{socket_path}.admin"
+
+
+class Sockets:
+    """Holds the lock that makes one daemon the owner of a socket path, and removes what it made."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Makes the directory (0700) where it is missing and takes the lock.
+
+        Raises AlreadyExists while another daemon listens there, ConfigError where the path cannot be used.
+        """
+        self._path = Path(config.socket)
+        self._group = _group_id(config.socket_group)
+        try:
+            self._make_directory()
+            self._lock = os.open(
+                f"{config.socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyExists(
+                f"socket in use: another daemon listens on {config.socket}; stop it, or choose another --socket"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"socket: cannot use {config.socket}: {error.strerror}") from None
+        for path in (config.socket, descriptor_path(config.socket), admin_path(config.socket)):
+            _remove_stale(Path(path))
+
+    def _make_directory(self) -> None:
+        folder = self._path.parent
+        if not folder.exists():
+            folder.mkdir(mode=0o750 if self._group is not None else 0o700, parents=True)
+            if self._group is not None:
+                os.chown(folder, -1, self._group)
+        if folder.stat().st_uid != os.geteuid() and not folder.stat().st_mode & stat.S_ISVTX:
+            raise ConfigError(f"socket: {folder} belongs to another user")
+
+    def bind_descriptors(self) -> socket.socket:
+        """The descriptor socket, bound, 0600: memory is shared with the daemon's own user alone."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = descriptor_path(str(self._path))
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        except OSError as error:
+            raise ConfigError(f"socket: cannot listen on {path}: {error.strerror}") from None
+        finally:
+            os.umask(mask)
+        return listener
+
+    def open_to_group(self) -> None:
+        """After the RPC socket exists: 0600, or 0660 with the configured group."""
+        if self._group is None:
+            self._path.chmod(0o600)
+        else:
+            os.chown(self._path, -1, self._group)
+            self._path.chmod(0o660)
+
+    def close(self) -> None:
+        """Removes the sockets. The lock file stays: removing it would let two daemons lock two files of one name."""
+        for path in (str(self._path), descriptor_path(str(self._path)), admin_path(str(self._path))):
+            Path(path).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _group_id(name: str | None) -> int | None:
+    if name is None:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"socket_group: there is no group {name!r}") from None
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"socket: {path} exists and is no socket; choose another --socket")
+        path.unlink()
+    except FileNotFoundError:
+        pass

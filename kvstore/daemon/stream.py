@@ -1,0 +1,255 @@
+"""The session stream: decodes and checks each message, calls the store, queues the answer.
+
+Nothing here waits: a message is handled in one go on the owner loop, so everything that changes what a session holds
+happens in the order it was sent. A message that is refused (bad size, foreign namespace, old id) changes nothing and is
+answered by a StreamError; the stream goes on. Its end for any reason makes the session LOST, unless a newer stream has
+taken its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+
+from kvstore.daemon.log import Log
+from kvstore.daemon.owner import Owner
+from kvstore.daemon.rpc import Context, abort, stream_error
+from kvstore.daemon.session import TOKEN_BYTES, Outbox, Session, token_digest
+from kvstore.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    KvstoreError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from kvstore.faults import fault
+from kvstore.moves import U32, U64, Grant, NamespaceId
+from kvstore.wire.packed import COPY, SEAL, hashes_of, records_of, u32_of
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["SessionStreams"]
+
+TOKEN_METADATA = "kvstore-token-bin"  # noqa: S105 (the name of a header)
+_LOG = Log("stream")
+
+
+class SessionStreams:
+    """Runs the streams of all sessions."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._store = owner.store
+        self._limits = owner.config.limits
+        self._bodies = {
+            "acquire": self._acquire,
+            "step": self._step,
+            "prefetch": self._prefetch,
+            "cancel": self._cancel,
+        }
+
+    async def serve(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> None:
+        """One stream from its first to its last message."""
+        try:
+            session = await self._open(context)
+        except KvstoreError as error:
+            self._owner.counters.add("calls_failed_total")
+            await abort(context, error)
+        outbox = session.outbox
+        assert outbox is not None
+        reader = asyncio.create_task(self._read(session, requests))
+        writer = asyncio.create_task(self._write(outbox, context))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, KvstoreError):
+                    await task
+            self._close(session, outbox)
+        if outbox.failure is not None:
+            if isinstance(outbox.failure, ResourceExhausted):
+                self._owner.counters.add("streams_overflowed_total")
+            await abort(context, outbox.failure)
+
+    async def _open(self, context: Context) -> Session:
+        metadata = dict(context.invocation_metadata() or ())
+        token = metadata.get(TOKEN_METADATA, b"")
+        if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
+            raise Unauthenticated(f"the metadata {TOKEN_METADATA} must carry the token of Attach")
+        session = self._owner.require_session(token_digest(token))
+        try:
+            await asyncio.wait_for(session.all_here.wait(), self._limits.session_lost_s)
+        except TimeoutError:
+            raise FailedPrecondition("the session's members have not presented themselves") from None
+        if session.lost or session.outbox is not None:
+            raise FailedPrecondition(
+                "the session has another stream, or has not resumed: Attach(resume) first"
+            )
+        session.outbox = Outbox(self._limits.session_queue_messages)
+        self._owner.counters.add("streams_total")
+        return session
+
+    def _close(self, session: Session, outbox: Outbox) -> None:
+        """The stream is over: nothing new for this session until it resumes; what it holds stays held."""
+        if session.outbox is not outbox:
+            return  # a resume has ended this stream and told the store
+        session.outbox = None
+        session.wants = False
+        if self._owner.sessions.get(session.id) is session:
+            session.lost = True
+            self._store.lost(session.id, self._owner.now_ms())
+            self._owner.counters.add("sessions_lost_total")
+            _LOG.info("stream lost", session=session.id, name=session.name)
+            self._owner.settle_soon()
+
+    async def _write(self, outbox: Outbox, context: Context) -> None:
+        while True:
+            await context.write(await outbox.take())
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.ClientMessage]) -> None:
+        newest = 0
+        async for message in requests:
+            self._owner.counters.add("messages_total")
+            try:
+                if message.id <= newest:
+                    raise InvalidArgument(f"message id {message.id} is not above {newest}")
+                newest = message.id
+                self._handle(session, message)
+            except KvstoreError as error:
+                self._owner.counters.add("messages_refused_total")
+                session.post(error=stream_error(message.id, error))
+            except Exception:  # noqa: BLE001 (a stream's boundary: a fault in one message must not end the daemon)
+                self._owner.counters.add("internal_errors_total")
+                _LOG.fault("message failed", session=session.id, body=message.WhichOneof("body"))
+                session.post(
+                    error=stream_error(message.id, KvstoreError("the daemon failed at this message"))
+                )
+            self._owner.settle_soon()
+
+    def _handle(self, session: Session, message: pb.ClientMessage) -> None:
+        body = message.WhichOneof("body")
+        if body is None:
+            raise InvalidArgument("the message has no body that this daemon knows")
+        self._bodies[body](session, message)
+
+    def _acquire(self, session: Session, message: pb.ClientMessage) -> None:
+        request = message.acquire
+        namespace = self._namespace(session, request.namespace)
+        hashes = self._chain(request.hashes)
+        if request.first > len(hashes):
+            raise InvalidArgument(f"first is {request.first}, but the chain has {len(hashes)} blocks")
+        if request.reserve_slots > self._limits.chain_blocks:
+            raise InvalidArgument(f"at most {self._limits.chain_blocks} slots can be reserved at once")
+        if self._owner.paused:
+            hashes = _unknown(hashes)
+        grant = self._store.acquire(
+            now_ms=self._owner.now_ms(),
+            session=session.id,
+            namespace=namespace,
+            lease=request.lease,
+            hashes=hashes,
+            first=request.first,
+            reserve=request.reserve_slots,
+            private_fill=request.private_fill,
+            grant_id=session.next_id(),
+        )
+        fault("grant.commit")
+        session.post(grant=_grant_message(message.id, grant))
+        fault("grant.sent")
+
+    def _step(self, session: Session, message: pb.ClientMessage) -> None:
+        request = message.step
+        seals = self._records(request.seals, SEAL)
+        opened = np.fromiter(session.namespaces, dtype=np.uint32, count=len(session.namespaces))
+        if len(seals) and not np.isin(seals["namespace"], opened).all():
+            raise PermissionDenied("a seal names a namespace that this session has not opened")
+        released_hbm, released_dram = u32_of(request.released_hbm), u32_of(request.released_dram)
+        if self._owner.paused:
+            seals = seals[:0]
+        answer = self._store.step(
+            now_ms=self._owner.now_ms(),
+            session=session.id,
+            seals=seals,
+            loads=self._records(request.loads, COPY),
+            stores=self._records(request.stores, COPY),
+            released_hbm=released_hbm,
+            released_dram=released_dram,
+            seen=min(request.seen, session.last_sent),
+            want_slots=request.want_slots,
+            want_room=request.want_room,
+        )
+        session.wants = bool(request.want_slots or request.want_room)
+        if request.seals:
+            fault("seal.commit")
+            outcomes = answer.seal_outcomes.tobytes()
+            if self._owner.paused:
+                outcomes = bytes([pb.SEAL_OUTCOME_DUPLICATE]) * (len(request.seals) // SEAL.itemsize)
+            session.post(step_result=pb.StepResult(id=message.id, seal_outcomes=outcomes))
+
+    def _prefetch(self, session: Session, message: pb.ClientMessage) -> None:
+        request = message.prefetch
+        namespace = self._namespace(session, request.namespace)
+        hashes = self._chain(request.hashes)
+        if not self._owner.paused:
+            now_ms = self._owner.now_ms()
+            self._store.prefetch(
+                now_ms=now_ms,
+                session=session.id,
+                namespace=namespace,
+                lease=request.lease,
+                hashes=hashes,
+                deadline_ms=now_ms + request.deadline_ms if request.deadline_ms else 0,
+            )
+
+    def _cancel(self, session: Session, message: pb.ClientMessage) -> None:
+        self._store.cancel(session.id, message.cancel.lease)
+
+    def _namespace(self, session: Session, handle: int) -> NamespaceId:
+        namespace = session.namespaces.get(handle)
+        if namespace is None:
+            raise PermissionDenied(f"this session has not opened a namespace {handle}")
+        return namespace
+
+    def _chain(self, packed: bytes) -> U64:
+        hashes = hashes_of(packed)
+        if len(hashes) > self._limits.chain_blocks:
+            raise InvalidArgument(
+                f"a chain has at most {self._limits.chain_blocks} blocks, not {len(hashes)}"
+            )
+        return hashes
+
+    def _records(self, packed: bytes, dtype: np.dtype[np.void]) -> np.typing.NDArray[np.void]:
+        records = records_of(packed, dtype)
+        if len(records) > self._limits.chain_blocks:
+            raise InvalidArgument(
+                f"one message names at most {self._limits.chain_blocks} blocks, not {len(records)}"
+            )
+        return records
+
+
+def _unknown(hashes: U64) -> U64:
+    """A chain that nobody has stored: while the service is paused every lookup misses, and slots are still given."""
+    salt = np.random.default_rng().integers(0, 1 << 63, size=2, dtype=np.uint64)
+    return hashes ^ salt
+
+
+def _grant_message(message_id: int, grant: Grant) -> pb.Grant:
+    return pb.Grant(
+        id=message_id,
+        outcomes=grant.outcomes.tobytes(),
+        hbm_slots=_packed(grant.hbm_slots),
+        hbm_generations=_packed(grant.hbm_generations),
+        dram_slots=_packed(grant.dram_slots),
+        dram_generations=_packed(grant.dram_generations),
+        reserve_slots=_packed(grant.reserve_slots),
+        reserve_generations=_packed(grant.reserve_generations),
+    )
+
+
+def _packed(values: U32) -> bytes:
+    return values.astype("<u4", copy=False).tobytes()
