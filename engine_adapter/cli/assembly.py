@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,17 +93,17 @@ def _block_manager(
             num_pages=pages, page_bytes=geometry.slot_bytes, block_tokens=geometry.block_tokens
         )
         return
-    from engine_adapter.adapter import KvstoreBlockManager
-    from engine_adapter.copier import TwinCopier
-    from kvstore.client import DeviceSpec, connect
+    from engine_adapter.opening import open_block_manager
 
-    device = DeviceSpec(hbm_bytes=pages * geometry.slot_bytes)
-    with (
-        connect(options.store, timeout_s=options.timeout_s) as client,
-        client.attach(f"{source.path.stem} worker {os.getpid()}", geometry, device) as session,
-        closing(TwinCopier()) as copier,
-    ):
-        yield KvstoreBlockManager(session, namespace_parts(source, geometry, settings), copier)
+    with open_block_manager(
+        socket=options.store,
+        name=f"{source.path.stem} worker {os.getpid()}",
+        geometry=geometry,
+        parts=namespace_parts(source, geometry, settings),
+        hbm_bytes=pages * geometry.slot_bytes,
+        timeout_s=options.timeout_s,
+    ) as blocks:
+        yield blocks
 
 
 def _warm_up(engine: Engine) -> None:
