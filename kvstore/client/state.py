@@ -341,6 +341,7 @@ class SessionState:
             self._seen = message_id
             self.hbm.credited(slots.hbm_slots, slots.hbm_generations)
             self.dram.credited(slots.dram_slots, slots.dram_generations)
+            self._wants()  # full again, perhaps: then nothing is asked for until half is used
             self._announce()
         self.listener.room()
 
