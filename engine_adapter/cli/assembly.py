@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model
 from engine_adapter.fingerprint import model_geometry, namespace_parts
 from kvstore.config import Config, WorkerConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, Unavailable
 from kvstore.units import format_size
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def _block_manager(
             num_pages=pages, page_bytes=geometry.slot_bytes, block_tokens=geometry.block_tokens
         )
         return
+    _find_daemon(options.store)
     from engine_adapter.opening import open_block_manager
 
     with open_block_manager(
@@ -104,6 +106,18 @@ def _block_manager(
         timeout_s=options.timeout_s,
     ) as blocks:
         yield blocks
+
+
+def _find_daemon(path: Path) -> None:
+    """Raises Unavailable, with what to do, where nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            raise Unavailable(
+                f"no daemon listens on {path} ({error.strerror or error}): start one with `kvstore serve`, "
+                "name its socket with --socket, or run with --no-cache"
+            ) from error
 
 
 def _warm_up(engine: Engine) -> None:
