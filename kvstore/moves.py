@@ -25,6 +25,7 @@ __all__ = [
     "Explanation",
     "ExtentId",
     "ExtentInfo",
+    "FlushMark",
     "Grant",
     "MissCause",
     "MoveKind",
@@ -173,6 +174,17 @@ class NvmeChanges:
 
     published: NDArray[np.void]  # NVME_ENTRY (kvstore/wire/packed.py): slots that hold a block
     freed: U32  # slots that hold none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushMark:
+    """The blocks that were in DRAM and not in storage when a flush began."""
+
+    rows: U32
+    words: U64  # their state words then
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ __all__ = [
     "COPY",
     "HASH_BYTES",
     "MOVE",
+    "NVME_ENTRY",
     "REPLY",
     "SEAL",
     "hashes_of",
@@ -66,6 +67,20 @@ MOVE = np.dtype(
 )
 """104 bytes: one block between a DRAM slot and a slot of storage. Offsets are bytes within their extent; `length` is
 the slot's size in DRAM; `generation` that of the NVMe slot."""
+
+NVME_ENTRY = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("generation", "<u4"),
+        ("namespace", "<u4"),
+        ("depth", "<u4"),
+        ("touch", "<u8"),
+        ("hash", "<u8", 2),
+        ("parent", "<u8", 2),
+        ("ns_digest", "<u8", 2),
+    ]
+)
+"""72 bytes: a block that storage holds, as the durable index keeps it. `slot` counts over the tier."""
 
 REPLY = np.dtype([("id", "<u8"), ("status", "<u4"), ("pad", "<u4"), ("checksum", "<u8", 2)])
 """32 bytes: what became of a MOVE (`MoveStatus`) and the xxh3-128 of its payload."""

@@ -1,0 +1,274 @@
+"""Acquire: the only place that grants hits and slots for a chain.
+
+Order: find, hold what is a hit, and only then look for free slots, so that making room never evicts what this very
+call gives. What is granted is held in the shared tables before the answer exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.evicting import Evictor
+from kvstore.layout import NONE, Tier, touch_key
+from kvstore.moves import U8, U32, U64, Grant, Outcome
+from kvstore.moving import Moving
+from kvstore.sessions import Session
+from kvstore.state import NO_SLOTS, StoreState
+from kvstore.table import distinct
+
+__all__ = ["Acquiring", "Request"]
+
+
+_COUNTER = {
+    Outcome.MISS: "blocks_miss",
+    Outcome.HIT_HBM: "blocks_hit_hbm",
+    Outcome.HIT_DRAM: "blocks_hit_dram",
+    Outcome.PROMOTING: "blocks_promoting",
+    Outcome.PENDING: "blocks_pending",
+    Outcome.NO_SLOT: "blocks_no_slot",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One acquire, checked."""
+
+    session: Session
+    namespace: int
+    lease: int
+    hashes: U64  # [n, 2] the chain from `first` on
+    first: int
+    parent: int  # row of the block before `first`, NONE where there is none
+    reserve: int
+    private_fill: bool
+    now_ms: int
+
+
+class _Draft:
+    """A grant being written: one element a block."""
+
+    __slots__ = ("dram", "fresh", "hbm", "outcomes", "rows")
+
+    def __init__(self, rows: U32) -> None:
+        n = len(rows)
+        self.rows = rows
+        self.outcomes: U8 = np.full(n, Outcome.LATER, dtype=np.uint8)
+        self.hbm: U32 = np.full(n, NONE, dtype=np.uint32)
+        self.dram: U32 = np.full(n, NONE, dtype=np.uint32)
+        self.fresh: NDArray[np.bool_] = np.zeros(n, dtype=np.bool_)
+        """Hits that the session did not hold before."""
+
+
+class Acquiring:
+    """Answers acquires."""
+
+    __slots__ = ("_evictor", "_moving", "_state")
+
+    def __init__(self, state: StoreState, evictor: Evictor, moving: Moving) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._moving = moving
+
+    def acquire(self, request: Request, rows: U32) -> Grant:
+        """The grant for a request whose blocks have these rows ([n], NONE where there is none)."""
+        state = self._state
+        state.waits.cancel(request.session.id, request.lease)
+        draft = _Draft(rows)
+        hits = self._hits(request, draft)
+        waits = hits < len(rows) and not request.private_fill and self._waits_at(request, draft, hits)
+        fills = 0 if waits else len(rows) - hits
+        reserve = self._give_slots(request, draft, hits, fills, 0 if waits else request.reserve)
+        self._count(draft)
+        return Grant(
+            outcomes=draft.outcomes,
+            hbm_slots=draft.hbm,
+            hbm_generations=self._generations(Tier.HBM, draft.hbm),
+            dram_slots=draft.dram,
+            dram_generations=self._generations(Tier.DRAM, draft.dram),
+            reserve_slots=reserve,
+            reserve_generations=self._generations(Tier.HBM, reserve),
+        )
+
+    # -- hits
+
+    def _hits(self, request: Request, draft: _Draft) -> int:
+        """Marks and holds the leading run of hits; returns its length."""
+        state, session = self._state, request.session
+        sealed = state.table.sealed(draft.rows)
+        run = len(sealed) if sealed.all() else int(sealed.argmin())
+        rows = draft.rows[:run]
+        dram = state.columns.dram[rows]
+        in_dram = state.dram.sealed(dram)
+        in_hbm = np.zeros(run, dtype=np.bool_)
+        hbm = np.full(run, NONE, dtype=np.uint32)
+        if session.device is not None:
+            hbm = state.columns.hbm[session.device, rows]
+            in_hbm = state.hbm.sealed(hbm)
+            in_hbm &= self._of_size(Tier.HBM, hbm, in_hbm, session)
+            if not request.private_fill:  # somebody is loading it: wait for that one copy
+                in_dram &= ~state.hbm.filling(hbm)
+        in_dram &= ~in_hbm
+        in_dram &= self._of_size(Tier.DRAM, dram, in_dram, session)
+        good = in_hbm | in_dram
+        run = run if good.all() else int(good.argmin())
+        run = state.may_hold(session, run)
+        in_hbm, in_dram = in_hbm[:run], in_dram[:run]
+        draft.outcomes[:run] = np.where(in_hbm, np.uint8(Outcome.HIT_HBM), np.uint8(Outcome.HIT_DRAM))
+        draft.hbm[:run][in_hbm] = hbm[:run][in_hbm]
+        draft.dram[:run][in_dram] = dram[:run][in_dram]
+        for pool, given, wanted in ((state.hbm, draft.hbm, in_hbm), (state.dram, draft.dram, in_dram)):
+            if wanted.any():
+                slots = given[:run][wanted]
+                draft.fresh[:run][wanted] = (pool.holders[slots] & session.holder) == 0
+                pool.hold(slots, session.holder)
+        session.held_bound += run
+        state.fault("acquire.held")
+        return run
+
+    def _of_size(
+        self, tier: Tier, slots: U32, wanted: NDArray[np.bool_], session: Session
+    ) -> NDArray[np.bool_]:
+        """[n] whether the wanted slots have the session's size: two geometries never meet under one namespace."""
+        sizes = self._state.pool(tier).slot_bytes(np.where(wanted, slots, 0))
+        same: NDArray[np.bool_] = sizes == np.uint64(session.slot_bytes)
+        return same
+
+    # -- slots
+
+    def _give_slots(self, request: Request, draft: _Draft, hits: int, fills: int, reserve: int) -> U32:
+        """HBM slots for what is loaded and filled, then the reserve, which is returned."""
+        state, session = self._state, request.session
+        if session.hbm_key is None:
+            draft.outcomes[hits : hits + fills] = Outcome.MISS
+            return NO_SLOTS
+        loads = np.flatnonzero(draft.outcomes[:hits] == Outcome.HIT_DRAM)
+        needed = len(loads) + fills
+        asked = state.may_hold(session, needed + reserve)
+        if not asked:
+            if needed:
+                self._no_slot(request, draft, int(loads[0]) if len(loads) else hits, needed)
+            return NO_SLOTS
+        owner = self._evictor.make_room(Tier.HBM, session.hbm_key, asked)
+        slots = state.hbm.allocate(owner, asked, session.holder)
+        session.held_bound += len(slots)
+        wanted = np.concatenate((loads, np.arange(hits, hits + fills))) if fills else loads
+        served = wanted[: len(slots)]
+        draft.hbm[served] = slots[: len(served)]
+        loaded = served[served < hits]
+        if len(loaded):
+            self._link_loads(session, draft.rows[loaded], draft.hbm[loaded])
+        filled = served[served >= hits]
+        if len(filled):
+            draft.outcomes[filled] = Outcome.MISS
+            self._reserve_rows(request, draft, hits, len(filled))
+        if len(served) < needed:
+            self._no_slot(request, draft, int(wanted[len(served)]), needed - len(served))
+        return slots[len(served) :]
+
+    def _link_loads(self, session: Session, rows: U32, slots: U32) -> None:
+        """A block that is being loaded names the slot it goes into, so that nobody loads it twice."""
+        state = self._state
+        assert session.device is not None
+        single = state.columns.hbm[session.device, rows] == NONE
+        state.link(Tier.HBM, rows[single], slots[single], session.device)
+
+    def _reserve_rows(self, request: Request, draft: _Draft, hits: int, count: int) -> None:
+        """Reserves the hashes that no row has for the slots given; the other slots stay private."""
+        state = self._state
+        span = slice(hits, hits + count)
+        rows = draft.rows[span]
+        new = rows == NONE
+        new[new] = distinct(request.hashes[span][new])
+        device = request.session.device
+        if not new.any() or device is None:
+            return
+        depths = np.arange(request.first + hits, request.first + hits + count, dtype=np.uint32)[new]
+        rows[new] = state.table.reserve(
+            hashes=request.hashes[span][new],
+            namespaces=request.namespace,
+            depths=depths,
+            parents=np.full(len(depths), NONE, dtype=np.uint32),
+            touches=touch_key(request.now_ms, depths),
+        )
+        state.fault("acquire.reserved")
+        parents = np.empty(count, dtype=np.uint32)
+        parents[0] = draft.rows[hits - 1] if hits else request.parent
+        parents[1:] = rows[:-1]
+        new &= rows != NONE
+        state.columns.parent[rows[new]] = parents[new]
+        state.link(Tier.HBM, rows[new], draft.hbm[span][new], device)
+
+    def _no_slot(self, request: Request, draft: _Draft, at: int, missing: int) -> None:
+        """From the first block that lacks a slot on nothing is given; what this call held for it is let go."""
+        state, session = self._state, request.session
+        for pool, given in ((state.hbm, draft.hbm), (state.dram, draft.dram)):
+            slots = given[at:][draft.fresh[at:] & (given[at:] != NONE)]
+            pool.unhold(slots[~np.isin(slots, given[:at])], session.holder)
+        draft.outcomes[at:] = Outcome.NO_SLOT
+        draft.hbm[at:] = NONE
+        draft.dram[at:] = NONE
+        key = session.hbm_key
+        assert key is not None
+        state.waits.wait_slots(session.id, request.lease, key, missing)
+
+    # -- waiting
+
+    def _waits_at(self, request: Request, draft: _Draft, hits: int) -> bool:
+        """Whether the block at `hits` is on its way; then marks those like it behind it and has the lease wait.
+
+        Starts the promotions that the chain needs. False: the block is a miss, and so is all behind it.
+        """
+        state, session = self._state, request.session
+        known = draft.rows[hits:] != NONE
+        rows = draft.rows[hits : hits + (len(known) if known.all() else int(known.argmin()))]
+        if not len(rows):
+            return False
+        pending = state.table.filling(rows)
+        ready = np.zeros(len(rows), dtype=np.bool_)
+        if session.device is not None:
+            hbm = state.columns.hbm[session.device, rows]
+            pending |= state.hbm.filling(hbm)
+            ready = state.hbm.sealed(hbm)
+        dram = state.columns.dram[rows]
+        promoting = state.dram.filling(dram) & ~pending
+        ready |= state.dram.sealed(dram)
+        below = self._moving.promotable(rows) & ~pending & ~ready
+        below &= self._of_size(Tier.NVME, state.columns.nvme[rows], below, session)
+        usable = pending | promoting | ready | below
+        run = len(usable) if usable.all() else int(usable.argmin())
+        if not run or ready[0]:  # readable, but not by this session: another size
+            return False
+        pending, promoting, below = pending[:run], promoting[:run], below[:run]
+        self._moving.demand(rows[:run][promoting])
+        wanted = np.flatnonzero(below)
+        started = self._moving.promote(session.dram_key, rows[wanted])
+        promoting[wanted[:started]] = True
+        if started < len(wanted):
+            pending[wanted[started] :] = False
+            promoting[wanted[started] :] = False
+        marked = pending | promoting
+        if not marked[0]:
+            return False
+        outcomes = draft.outcomes[hits : hits + run]
+        outcomes[pending] = Outcome.PENDING
+        outcomes[promoting] = Outcome.PROMOTING
+        waited = rows[:run][marked]
+        state.waits.wait_rows(session.id, request.lease, waited, state.words(waited))
+        return True
+
+    # -- the answer
+
+    def _generations(self, tier: Tier, slots: U32) -> U32:
+        """[n] generations of slots, 0 where none is given."""
+        given = slots != NONE
+        generations = self._state.pool(tier).generations(np.where(given, slots, 0))
+        return generations if given.all() else np.where(given, generations, np.uint32(0))
+
+    def _count(self, draft: _Draft) -> None:
+        counts = np.bincount(draft.outcomes, minlength=len(Outcome)).tolist()
+        for outcome, name in _COUNTER.items():
+            if counts[outcome]:
+                self._state.counters[name] += counts[outcome]

@@ -1,0 +1,295 @@
+"""Making room: free slots of a class, by cutting unassigned extents first and by evicting after that.
+
+Owns the victims chosen ahead: a batch at a time, checked again when each is used, so that a grant in need of one slot
+does not look at a million. Large classes are searched window by window below a threshold that a sample of the whole
+class gives: the cost of a search does not grow with the tier, and the order is LRU up to the sample's error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.layout import NONE, ExtentState, SlotState, Tier
+from kvstore.moves import U32, U64, MissCause
+from kvstore.slots import ClassKey, SlotClass, SlotPool
+from kvstore.state import NO_SLOTS, StoreState
+from kvstore.table import PINNED
+
+__all__ = ["Evictor"]
+
+_ONLY_COPY_KEY = np.uint64(300_000 << 20)
+"""A block that no lower tier has counts as used five minutes later than it was: what is lower too goes first, and
+stale blocks that were never written down still go in the end."""
+_WINDOW_SLOTS = 1 << 17
+_SAMPLE_SLOTS = 4096
+_STATE_BITS = np.uint64(0xFF)
+_ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_NO_KEYS: U64 = np.empty(0, dtype=np.uint64)
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """Victims chosen ahead, in order, with the keys that they had."""
+
+    slots: U32
+    touches: U64
+
+
+class Evictor:
+    """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
+
+    __slots__ = ("_chosen", "_hand", "_state", "short")
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._chosen: dict[tuple[Tier, ClassKey], _Chosen] = {}
+        self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
+        self.short: dict[tuple[Tier, ClassKey], None] = {}
+        """Classes that could not be served: the background looks whether an extent should change class."""
+
+    def make_room(self, tier: Tier, key: ClassKey, count: int) -> SlotClass:
+        """Tries to have `count` slots of a class free, and returns the class; `len(free)` says how many there are."""
+        pool = self._state.pool(tier)
+        owner = pool.class_of(key)
+        while len(owner.free) < count and tier is not Tier.HBM and self._assign_one(tier, key):
+            pass
+        while (missing := count - len(owner.free)) > 0:
+            victims = self._take(pool, owner, missing)
+            if not len(victims):
+                break
+            self._evict(tier, victims)
+        if len(owner.free) < count and tier is not Tier.HBM:
+            self.short[tier, key] = None
+        return owner
+
+    def keep_reserve(self, tier: Tier, key: ClassKey) -> None:
+        """The background's part: some slots of the class are free before anybody asks."""
+        owner = self._state.pool(tier).class_of(key)
+        owner.exhausted = False
+        self.make_room(tier, key, self.reserve_of(owner))
+
+    def reserve_of(self, owner: SlotClass) -> int:
+        """Slots that the background keeps free in a class."""
+        limits = self._state.limits
+        wanted = max(limits.reserve_slots, int(owner.slots * limits.reserve_fraction))
+        return min(wanted, owner.slots // 4)
+
+    def _assign_one(self, tier: Tier, key: ClassKey) -> bool:
+        """Gives an unassigned extent to the class, if there is one."""
+        state = self._state
+        for extent in state.extents.of(tier, key.device, ExtentState.UNASSIGNED):
+            if state.extents.assign(extent, key.slot_bytes) is not None:
+                state.fault("extent.assigned")
+                state.pool(tier).open_extent(extent)
+                return True
+        return False
+
+    def _evict(self, tier: Tier, victims: U32) -> None:
+        state = self._state
+        ended = state.drop_copies(tier, victims, MissCause.EVICTED)
+        name = tier.name.lower()
+        state.counters[f"evictions_{name}"] += len(victims)
+        state.counters[f"evictions_{name}_last_copy"] += ended
+
+    # -- choice
+
+    def _take(self, pool: SlotPool, owner: SlotClass, count: int) -> U32:
+        """Up to `count` victims that are good now."""
+        if owner.exhausted:
+            return NO_SLOTS
+        name = (pool.tier, owner.key)
+        chosen = self._chosen.get(name)
+        while True:
+            if chosen is None or not len(chosen.slots):
+                chosen = self._choose(
+                    pool, owner, max(count, self._state.limits.victim_batch, owner.slots // 64)
+                )
+                self._chosen[name] = chosen
+                if not len(chosen.slots):
+                    owner.exhausted = True
+                    return NO_SLOTS
+            slots, touches = chosen.slots[:count], chosen.touches[:count]
+            chosen.slots, chosen.touches = chosen.slots[count:], chosen.touches[count:]
+            good = self.evictable(pool, slots)
+            rows = pool.row[slots]
+            good[good] = self._state.columns.touch[rows[good]] == touches[good]
+            if good.any():
+                return slots[good]
+
+    def _choose(self, pool: SlotPool, owner: SlotClass, count: int) -> _Chosen:
+        ranges = owner.free.ranges()
+        if owner.slots <= _WINDOW_SLOTS:
+            slots = (
+                np.concatenate([np.arange(b, b + n, dtype=np.uint32) for b, n in ranges])
+                if ranges
+                else NO_SLOTS
+            )
+            return self._best(pool, slots, count)
+        return self._best_of_windows(pool, owner, ranges, count)
+
+    def _best_of_windows(
+        self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
+    ) -> _Chosen:
+        """Victims below the sampled threshold, from as many windows as give enough; all windows at worst."""
+        windows = [
+            (at, min(at + _WINDOW_SLOTS, base + size))
+            for base, size in ranges
+            for at in range(base, base + size, _WINDOW_SLOTS)
+        ]
+        threshold = self._threshold(pool, owner, ranges, count)
+        found = self._below(pool, owner, windows, threshold, count)
+        if not len(found) and threshold != _ANY:
+            found = self._below(pool, owner, windows, _ANY, count)
+        return self._best(pool, found, count)
+
+    def _below(
+        self,
+        pool: SlotPool,
+        owner: SlotClass,
+        windows: list[tuple[int, int]],
+        threshold: np.uint64,
+        count: int,
+    ) -> U32:
+        """Evictable slots with touch keys up to `threshold`, at least `count` where there are."""
+        start = self._hand[pool.tier, owner.key] % len(windows)
+        parts: list[U32] = []
+        found = 0
+        for i in range(len(windows)):
+            low, high = windows[(start + i) % len(windows)]
+            good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
+            if len(pool.holders):
+                good &= pool.holders[low:high] == 0
+            slots = (np.flatnonzero(good) + low).astype(np.uint32)
+            slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
+            parts.append(slots[self.evictable(pool, slots)])
+            found += len(parts[-1])
+            if found >= count:
+                self._hand[pool.tier, owner.key] = start + i + 1
+                break
+        return np.concatenate(parts)
+
+    def _threshold(
+        self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
+    ) -> np.uint64:
+        """Touch key below which about twice `count` blocks of the class may go; `_ANY` where that is most."""
+        stride = max(1, owner.slots // _SAMPLE_SLOTS)
+        offset = self._hand[pool.tier, owner.key] % stride
+        sample = np.concatenate([np.arange(b + offset, b + n, stride, dtype=np.uint32) for b, n in ranges])
+        sample = sample[self.evictable(pool, sample)]
+        rank = -(-2 * count // stride)
+        if rank >= len(sample) // 2:
+            return _ANY
+        keys = self._keys(pool, sample)
+        threshold: np.uint64 = np.partition(keys, rank)[rank]
+        return threshold
+
+    def _best(self, pool: SlotPool, slots: U32, count: int) -> _Chosen:
+        """What the policy takes of these slots."""
+        eligible = self.evictable(pool, slots)
+        keys = np.zeros(len(slots), dtype=np.uint64)
+        keys[eligible] = self._keys(pool, slots[eligible])
+        best = slots[self._state.policy.victims(keys, eligible, count)]
+        if not len(best):
+            return _Chosen(NO_SLOTS, _NO_KEYS)
+        return _Chosen(best, self._state.columns.touch[pool.row[best]])
+
+    def _keys(self, pool: SlotPool, slots: U32) -> U64:
+        """[n] eviction keys of SEALED slots."""
+        rows = pool.row[slots]
+        keys = self._state.columns.touch[rows]
+        if pool.tier is Tier.NVME:
+            return keys
+        only = ~self._lower(pool.tier, rows)
+        keys[only] += _ONLY_COPY_KEY
+        return keys
+
+    def _lower(self, tier: Tier, rows: U32) -> NDArray[np.bool_]:
+        """[n] whether a lower tier has the block as well."""
+        columns = self._state.columns
+        lower = columns.nvme[rows] != NONE
+        if tier is Tier.HBM:
+            lower |= columns.dram[rows] != NONE
+        found: NDArray[np.bool_] = lower
+        return found
+
+    def evictable(self, pool: SlotPool, slots: U32) -> NDArray[np.bool_]:
+        """[n] whether each slot may be a victim now."""
+        state, columns = self._state, self._state.columns
+        good = pool.sealed(slots)
+        if len(pool.holders):
+            good &= pool.holders[slots] == 0
+        rows = np.where(good, pool.row[slots], 0)
+        good &= state.waits.waited[rows] == 0
+        pinned = columns.priority[rows] == PINNED
+        if pool.tier is Tier.NVME:
+            good &= ~pinned & ~state.dram.filling(np.where(good, columns.dram[rows], np.uint32(NONE)))
+        elif pinned.any():
+            good &= ~(pinned & ~self._lower(pool.tier, rows))
+        return good
+
+    # -- extents that change class
+
+    def rebalance(self) -> None:
+        """Lets classes that came short take extents from larger ones; finishes what drains. O(slots of an extent)."""
+        state = self._state
+        for tier in (Tier.DRAM, Tier.NVME):
+            for extent in state.extents.of(tier, None, ExtentState.DRAINING):
+                self._finish_draining(tier, extent)
+        for tier, key in list(self.short):
+            donor = self._donor(tier, key)
+            if donor is not None:
+                state.pool(tier).close_extent(donor)
+                state.extents.drain(donor)
+                self._chosen.clear()
+                self._finish_draining(tier, donor)
+                self._assign_one(tier, key)
+        self.short.clear()
+
+    def drain(self, tier: Tier, extent: int) -> bool:
+        """Empties an extent that gives out no more slots as far as that can be done now. True: it has no used slot."""
+        pool = self._state.pool(tier)
+        base, size = self._state.extents.range(extent)
+        slots = np.arange(base, base + size, dtype=np.uint32)
+        victims = slots[self.evictable(pool, slots)]
+        if len(victims):
+            self._evict(tier, victims)
+        return bool((pool.states(slots) == SlotState.FREE).all())
+
+    def _finish_draining(self, tier: Tier, extent: int) -> None:
+        if self.drain(tier, extent):
+            self._state.extents.unassign(extent)
+
+    def _donor(self, tier: Tier, key: ClassKey) -> int | None:
+        """An extent that should go to a class that came short: of the largest other class, when that has two more than
+        this one, or when no session uses it; None when none should."""
+        state = self._state
+        pool = state.pool(tier)
+        others = [
+            c for c in pool.classes.values() if c.key.device == key.device and c.key != key and c.extents
+        ]
+        if not others or state.extents.of(tier, key.device, ExtentState.DRAINING):
+            return None
+        in_use = {session.slot_bytes for session in state.sessions}
+        others.sort(key=lambda c: (c.key.slot_bytes in in_use, -len(c.extents)))
+        donor, mine = others[0], len(pool.class_of(key).extents)
+        if donor.key.slot_bytes in in_use:
+            donor = max(others, key=lambda c: len(c.extents))
+            if len(donor.extents) < mine + 2:
+                return None
+        elif key.slot_bytes not in in_use:
+            return None
+        return min(donor.extents, key=lambda extent: self._held(pool, extent))
+
+    def _held(self, pool: SlotPool, extent: int) -> int:
+        base, size = self._state.extents.range(extent)
+        if not len(pool.holders):
+            return int(
+                np.count_nonzero(
+                    pool.states(np.arange(base, base + size, dtype=np.uint32)) == SlotState.FILLING
+                )
+            )
+        return int(np.count_nonzero(pool.holders[base : base + size]))

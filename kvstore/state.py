@@ -1,0 +1,240 @@
+"""What all parts of the store work on: the columns and what is derived from them, in one place.
+
+Owns the elementary transitions that keep slot and row in step: linking, unlinking, letting go. Everything above
+(acquiring, sealing, moving, evicting, recovering) is made of these. One owner: nothing here is thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eviction.base import EvictionPolicy
+from kvstore.extents import Extents
+from kvstore.ghosts import Ghosts
+from kvstore.layout import GENERATION_SHIFT, MOVER_BIT, NONE, Columns, SessionState, SlotState, Tier
+from kvstore.moves import U32, U64, MissCause, StoreLimits
+from kvstore.sessions import Namespaces, Session, Sessions
+from kvstore.slots import ClassKey, SlotClass, SlotPool
+from kvstore.table import BlockTable
+from kvstore.waiting import Waits
+
+__all__ = ["NO_SLOTS", "StoreState", "mover_bit"]
+
+NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
+_SESSION_BITS = np.uint64((1 << MOVER_BIT) - 1)
+
+
+def mover_bit(path: int) -> np.uint64:
+    """The bit of a path's mover in a `holders` word."""
+    return np.uint64(1 << (MOVER_BIT + path))
+
+
+class StoreState:
+    """The store's parts and the transitions between them."""
+
+    __slots__ = (
+        "columns",
+        "counters",
+        "dram",
+        "extents",
+        "fault",
+        "ghosts",
+        "hbm",
+        "limits",
+        "namespaces",
+        "now_ms",
+        "nvme",
+        "nvme_changed",
+        "policy",
+        "sealed_in_dram",
+        "sessions",
+        "table",
+        "waits",
+    )
+
+    def __init__(
+        self, columns: Columns, limits: StoreLimits, policy: EvictionPolicy, fault: Callable[[str], None]
+    ) -> None:
+        self.columns = columns
+        self.limits = limits
+        self.policy = policy
+        self.fault = fault
+        self.now_ms = 0
+        """The latest time that a caller has told."""
+        self.counters: Counter[str] = Counter()
+        self.extents = Extents(columns)
+        self.hbm = SlotPool(columns, Tier.HBM, fault)
+        self.dram = SlotPool(columns, Tier.DRAM, fault)
+        self.nvme = SlotPool(columns, Tier.NVME, fault)
+        self.table = BlockTable(columns, fault)
+        self.sessions = Sessions(columns)
+        self.namespaces = Namespaces(columns)
+        self.waits = Waits(columns.shape.max_rows, self._unresolved)
+        self.ghosts = Ghosts(limits.ghosts)
+        self.nvme_changed: NDArray[np.bool_] = np.zeros(len(self.nvme), dtype=np.bool_)
+        """NVMe slots that the durable index has to learn of."""
+        self.sealed_in_dram: list[U32] = []
+        """Rows that came into DRAM by a seal or a copy, for write-behind."""
+
+    def tell_time(self, now_ms: int) -> None:
+        """The caller's clock, which never runs backwards here."""
+        self.now_ms = max(self.now_ms, now_ms)
+
+    def pool(self, tier: Tier) -> SlotPool:
+        """The slots of a tier."""
+        return (self.hbm, self.dram, self.nvme)[tier]
+
+    def hbm_class(self, session: Session) -> SlotClass | None:
+        """Class of a session's HBM slots; None without owned HBM."""
+        key = session.hbm_key
+        return None if key is None else self.hbm.class_of(key)
+
+    # -- links between rows and slots
+
+    def link(self, tier: Tier, rows: U32, slots: U32, device: int) -> None:
+        """Slots name their rows, then rows their slots. States are the caller's."""
+        self.pool(tier).row[slots] = rows
+        self.fault("link.slots")
+        self.table.column(tier, device)[rows] = slots
+        self.fault("link.rows")
+
+    def complete(self, tier: Tier, rows: U32, slots: U32, device: int) -> None:
+        """FILLING slots hold the complete blocks of these rows from now on."""
+        pool = self.pool(tier)
+        pool.row[slots] = rows
+        self.fault("complete.row")
+        pool.set_state(slots, SlotState.SEALED)
+        self.fault("complete.slot")
+        self.table.column(tier, device)[rows] = slots
+        self.fault("complete.link")
+        if tier is Tier.NVME:
+            self.nvme_changed[slots] = True
+
+    def unlink_fills(self, slots: U32) -> None:
+        """FILLING HBM slots become private: rows reserved for them end, loads into them are not waited for."""
+        rows = self.hbm.row[slots]
+        has_row = rows != NONE
+        if not has_row.any():
+            return
+        slots, rows = slots[has_row], rows[has_row]
+        reserved = self.table.filling(rows)
+        self.table.free(rows[reserved])
+        self.fault("fills.rows")
+        loading, devices = ~reserved, self.hbm.devices(slots)
+        self.columns.hbm[devices[loading], rows[loading]] = NONE
+        self.hbm.row[slots] = NONE
+        self.waits.resolved(rows)
+
+    def unlink_promotions(self, slots: U32) -> None:
+        """FILLING DRAM slots that a mover was to read into lose their rows."""
+        rows = self.dram.row[slots]
+        has_row = rows != NONE
+        self.columns.dram[rows[has_row]] = NONE
+        self.fault("promotions.unlinked")
+        self.dram.row[slots] = NONE
+        self.waits.resolved(rows[has_row])
+
+    def drop_copies(self, tier: Tier, slots: U32, cause: MissCause) -> int:
+        """SEALED slots of a tier lose their blocks and become free; rows without another copy end.
+
+        Nobody holds them. Returns the number of rows that ended.
+        """
+        pool = self.pool(tier)
+        rows = pool.row[slots]
+        if tier is Tier.HBM:
+            self.columns.hbm[pool.devices(slots), rows] = NONE
+        else:
+            self.table.column(tier, 0)[rows] = NONE
+        self.fault("drop.unlinked")
+        if tier is Tier.NVME:
+            self.nvme_changed[slots] = True
+        last = np.unique(rows[~self.table.has_copy(rows)])
+        if len(last):
+            self.ghosts.note(self.columns.hash[last], cause)
+            self.table.free(last)
+        self.fault("drop.rows")
+        pool.free(slots)
+        self.waits.resolved(rows)
+        return len(last)
+
+    # -- holders
+
+    def let_go(self, tier: Tier, slots: U32, holder: np.uint64) -> None:
+        """A session no longer touches these slots (distinct, all held by it): fills end, blocks stay."""
+        pool = self.pool(tier)
+        filling = pool.filling(slots)
+        fills = slots[filling]
+        if len(fills):
+            if tier is Tier.HBM:
+                self.unlink_fills(fills)
+            self.fault("let_go.fills")
+            pool.free(fills)
+        kept = slots[~filling]
+        if len(kept):
+            pool.unhold(kept, holder)
+        self.fault("let_go.done")
+
+    def let_go_all(self, session: Session) -> int:
+        """Everything that a session holds comes back. O(slots). Returns the number of slots."""
+        freed = 0
+        for tier in (Tier.HBM, Tier.DRAM):
+            held = self.pool(tier).held_by(session.holder)
+            self.let_go(tier, held, session.holder)
+            freed += len(held)
+        session.unseen.clear()
+        session.held_bound = 0
+        return freed
+
+    def may_hold(self, session: Session, slots: int) -> int:
+        """How many of `slots` more the session may hold; counts anew where the bound is reached."""
+        limit = self.limits.max_held_slots
+        if session.held_bound + slots > limit:
+            session.held_bound = sum(
+                int(np.count_nonzero(pool.holders & session.holder)) for pool in (self.hbm, self.dram)
+            )
+        return max(0, min(slots, limit - session.held_bound))
+
+    def held_slots(
+        self, pool: SlotPool, slots: U32, generations: U32, holder: np.uint64
+    ) -> NDArray[np.bool_]:
+        """[n] which of the named slots (any numbers) the holder has, under these generations."""
+        inside = slots < len(pool)
+        safe = np.where(inside, slots, 0)
+        held: NDArray[np.bool_] = inside & ((pool.holders[safe] & holder) != 0)
+        held &= pool.generations(safe) == generations
+        return held
+
+    def has_session(self, key: ClassKey) -> bool:
+        """Whether a session, in whatever state, maps the HBM of this class."""
+        return bool(self.sessions.mapping(key))
+
+    def drawing_on(self, tier: Tier, key: ClassKey) -> int:
+        """Attached sessions that are given slots of this class."""
+        return sum(
+            1
+            for session in self.sessions
+            if key == (session.hbm_key if tier is Tier.HBM else session.dram_key)
+            and self.sessions.state(session.id) is SessionState.ATTACHED
+        )
+
+    # -- waiting
+
+    def words(self, rows: U32) -> U64:
+        """[n] state words of rows."""
+        words: U64 = self.columns.state[rows]
+        return words
+
+    def _unresolved(self, rows: U32, words: U64, session: int) -> NDArray[np.bool_]:
+        """[n] rows, as they were at `words`, that are still being filled or on their way to the session."""
+        now = self.columns.state[rows]
+        same = (now >> GENERATION_SHIFT) == (words >> GENERATION_SHIFT)
+        on_way = self.table.filling(rows) | self.dram.filling(self.columns.dram[rows])
+        device = self.sessions.get(session).device
+        if device is not None:
+            on_way |= self.hbm.filling(self.columns.hbm[device, rows])
+        waiting: NDArray[np.bool_] = same & on_way
+        return waiting

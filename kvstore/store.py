@@ -1,0 +1,511 @@
+"""The store: the state machine that decides where every block lives, over shared memory that the caller gives.
+
+Pure: the time is an argument, decisions come out as data (`take_changed`, `top_up`, `take_moves`, `take_nvme_changes`),
+completions go back in. One owner: no call may overlap another. Errors are raised before anything is changed, or say
+that nothing was. The files beside this one hold the parts: acquiring, sealing, moving, evicting, crediting, recovering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eviction.base import EvictionPolicy
+from kvstore import clearing, integrity, reporting
+from kvstore.acquiring import Acquiring, Request
+from kvstore.attaching import Attaching
+from kvstore.crediting import Crediting
+from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from kvstore.evicting import Evictor
+from kvstore.layout import (
+    NONE,
+    ExtentState,
+    SessionState,
+    TableShape,
+    Tier,
+    open_columns,
+    read_shape,
+    table_bytes,
+    write_header,
+)
+from kvstore.loading import load_nvme
+from kvstore.moves import (
+    U8,
+    U32,
+    U64,
+    ClearResult,
+    DroppedDevice,
+    Explanation,
+    ExtentId,
+    ExtentInfo,
+    FlushMark,
+    Grant,
+    NamespaceId,
+    NvmeChanges,
+    SessionId,
+    Slots,
+    StepAnswer,
+    StoreLimits,
+    StoreStats,
+)
+from kvstore.moving import Moving
+from kvstore.pinning import Pins
+from kvstore.prefetching import Prefetching
+from kvstore.recovering import reconcile
+from kvstore.sealing import Sealing
+from kvstore.sessions import Session
+from kvstore.state import StoreState
+
+__all__ = ["Store"]
+
+
+def _no_fault(_name: str) -> None:
+    """Outside tests nothing happens between two writes."""
+
+
+class Store:
+    """See the module. `fault(name)` is called between writes: tests raise there."""
+
+    __slots__ = (
+        "_acquiring",
+        "_attaching",
+        "_crediting",
+        "_evictor",
+        "_moving",
+        "_pins",
+        "_prefetching",
+        "_sealing",
+        "_state",
+    )
+
+    def __init__(self, state: StoreState) -> None:
+        """For `create` and `recover`."""
+        self._state = state
+        self._evictor = Evictor(state)
+        self._moving = Moving(state, self._evictor)
+        self._acquiring = Acquiring(state, self._evictor, self._moving)
+        self._sealing = Sealing(state)
+        self._crediting = Crediting(state, self._evictor)
+        self._pins = Pins(state)
+        self._prefetching = Prefetching(state, self._moving)
+        self._attaching = Attaching(state, self._prefetching)
+        for tier in Tier:
+            for extent in state.extents.of(tier, None, ExtentState.READY):
+                state.pool(tier).open_extent(extent)
+
+    @classmethod
+    def create(
+        cls,
+        memory: memoryview,
+        shape: TableShape,
+        limits: StoreLimits,
+        policy: EvictionPolicy,
+        *,
+        fault: Callable[[str], None] = _no_fault,
+    ) -> Store:
+        """A store without anything in it, over memory that is all zeros, of at least `table_bytes(shape)` bytes."""
+        if len(memory) < table_bytes(shape):
+            raise InvalidArgument(f"the tables need {table_bytes(shape)} bytes, not {len(memory)}")
+        columns = open_columns(memory, shape)
+        for pointers in (columns.hbm, columns.dram, columns.nvme, columns.parent, columns.rows):
+            pointers.fill(NONE)
+        for pool in columns.pools:
+            pool.row.fill(NONE)
+        columns.extent_slot_base.fill(NONE)
+        write_header(memory, shape)
+        return cls(StoreState(columns, limits, policy, fault))
+
+    @classmethod
+    def recover(
+        cls,
+        memory: memoryview,
+        limits: StoreLimits,
+        policy: EvictionPolicy,
+        *,
+        now_ms: int,
+        fault: Callable[[str], None] = _no_fault,
+    ) -> Store:
+        """The store over the tables of a daemon that died at any point. Sessions are LOST until they resume.
+
+        What a mover may still touch stays out of use until `mover_dead` is called for its path; a path counts as down
+        until its first `take_moves`. Raises: FailedPrecondition when the memory is no table of this version.
+        """
+        columns = open_columns(memory, read_shape(memory))
+        reconcile(columns, fault)
+        store = cls(StoreState(columns, limits, policy, fault))
+        store._moving.all_down()
+        for extent in store._state.extents.of(Tier.NVME):
+            base, size = store._state.extents.range(extent)
+            store._state.nvme_changed[base : base + size] = True  # the durable index may be behind
+        store._state.counters["recovered_blocks"] = store._state.table.used
+        store.tick(now_ms)
+        return store
+
+    # ------------------------------------------------------------ memory
+
+    def add_extent(
+        self, *, tier: Tier, device: int, nbytes: int, slot_bytes: int = 0, extent: int | None = None
+    ) -> ExtentId:
+        """New memory of a tier. `device`: HBM device, NVMe path, 0 in DRAM. `slot_bytes` 0: a class takes it on demand.
+
+        `extent` asks for that very position in the table. Raises: InvalidArgument, ResourceExhausted.
+        """
+        state = self._state
+        if tier is Tier.HBM and not slot_bytes:
+            raise InvalidArgument("an HBM extent has a slot size")
+        added = state.extents.add(tier, device, nbytes, extent)
+        if slot_bytes:
+            try:
+                state.extents.check_class(added, slot_bytes)
+                if state.extents.assign(added, slot_bytes) is None:
+                    raise ResourceExhausted(f"the tables have no slots left in tier {tier.name.lower()}")
+                if tier is Tier.HBM and state.extents.range(added)[1] * slot_bytes != nbytes:
+                    state.extents.unassign(added)
+                    raise ResourceExhausted("the tables have too few hbm slots left for this extent")
+            except (InvalidArgument, FailedPrecondition, ResourceExhausted):
+                state.extents.remove(added)
+                raise
+            state.pool(tier).open_extent(added)
+        for owner in state.pool(tier).classes.values():
+            owner.exhausted = False
+        return added
+
+    def drop_extent(self, extent: int) -> None:
+        """The memory of an extent is gone, with all blocks in it. See clearing.drop_extent."""
+        clearing.drop_extent(self._state, extent)
+
+    def extents(self, tier: Tier) -> list[ExtentInfo]:
+        """Extents of a tier."""
+        return [reporting.extent_info(self._state, extent) for extent in self._state.extents.of(tier)]
+
+    def orphans(self, device: int) -> list[ExtentInfo]:
+        """HBM extents of a device that no session, in whatever state, maps."""
+        mapped = {key for session in self._state.sessions if (key := session.hbm_key) is not None}
+        return [
+            info
+            for info in self.extents(Tier.HBM)
+            if info.device == device
+            and not any(key.device == device and key.slot_bytes == info.slot_bytes for key in mapped)
+        ]
+
+    def drop_device(self, device: int, now_ms: int) -> DroppedDevice:
+        """Drops the orphans of a device; the caller closes their descriptors."""
+        dropped = tuple(self.orphans(device))
+        for info in dropped:
+            self.drop_extent(info.extent)
+        self.tick(now_ms)
+        kept = sum(info.nbytes for info in self.extents(Tier.HBM) if info.device == device)
+        return DroppedDevice(extents=dropped, kept_bytes=kept)
+
+    # ------------------------------------------------------------ sessions
+
+    def attach(
+        self,
+        *,
+        now_ms: int,
+        name: str,
+        token_digest: bytes,
+        device: int | None,
+        slot_bytes: int,
+        members: int,
+    ) -> SessionId:
+        """A new session, ATTACHING until `activate`. Raises: ResourceExhausted, InvalidArgument."""
+        self._state.tell_time(now_ms)
+        return self._state.sessions.attach(
+            now_ms=now_ms,
+            name=name,
+            token_digest=token_digest,
+            device=device,
+            slot_bytes=slot_bytes,
+            members=members,
+        ).id
+
+    def find_session(self, token_digest: bytes) -> SessionId | None:
+        """The session of a token digest, in whatever state."""
+        return self._state.sessions.find(token_digest)
+
+    def activate(self, session: int) -> None:
+        """Its members are there. Raises: NotFound, FailedPrecondition when it is not ATTACHING."""
+        self._attaching.activate(session)
+
+    def resume(
+        self, *, now_ms: int, session: int, hbm_slots: U32, hbm_gens: U32, dram_slots: U32, dram_gens: U32
+    ) -> None:
+        """The session is ATTACHED and holds what it states, as far as it did; all else that it held comes back.
+
+        It opens its namespaces anew and acquires anew what it waited for. Raises: NotFound, FailedPrecondition.
+        """
+        self._state.tell_time(now_ms)
+        self._attaching.resume(session, {Tier.HBM: (hbm_slots, hbm_gens), Tier.DRAM: (dram_slots, dram_gens)})
+
+    def lost(self, session: int, now_ms: int) -> None:
+        """Its stream is gone: what it holds stays held, what it was filling is nobody's to wait for."""
+        self._state.tell_time(now_ms)
+        self._attaching.lost(session, SessionState.LOST)
+
+    def dying(self, session: int, now_ms: int) -> None:
+        """Some of its processes are dead, others may live: as `lost`, and it can not resume."""
+        self._state.tell_time(now_ms)
+        self._attaching.lost(session, SessionState.DYING)
+
+    def detach(self, session: int, now_ms: int) -> int:
+        """The client's word that nothing touches its slots any more. Returns how many it held."""
+        return self.dead(session, now_ms)
+
+    def dead(self, session: int, now_ms: int) -> int:
+        """All its processes are gone: everything it held comes back, sealed blocks stay. Returns slots held."""
+        self._state.tell_time(now_ms)
+        return self._attaching.dead(session)
+
+    def open_namespace(self, session: int, digest: bytes) -> NamespaceId:
+        """Handle of a namespace, which the session may name from now on. Raises: NotFound, ResourceExhausted."""
+        found = self._state.sessions.get(session)
+        handle = self._attaching.intern_namespace(digest)
+        found.namespaces.add(handle)
+        return handle
+
+    def intern_namespace(self, digest: bytes) -> NamespaceId:
+        """Handle of a namespace without a session: for blocks that are found on disk. Raises: ResourceExhausted."""
+        return self._attaching.intern_namespace(digest)
+
+    # ------------------------------------------------------------ the stream
+
+    def acquire(
+        self,
+        *,
+        now_ms: int,
+        session: int,
+        namespace: int,
+        lease: int,
+        hashes: U64,
+        first: int,
+        reserve: int,
+        private_fill: bool,
+        grant_id: int,
+    ) -> Grant:
+        """Matches a chain ([n, 2]), holds what is cached and gives slots for what is not; blocks before `first` are
+        only touched. `grant_id` is the id of the message that will carry the answer.
+
+        Raises: NotFound, FailedPrecondition, InvalidArgument, ResourceExhausted; then nothing was done. O(n).
+        """
+        state, limits = self._state, self._state.limits
+        found = self._check_chain(session, namespace, hashes)
+        if not 0 <= first <= len(hashes) or not 0 <= reserve <= limits.max_reserve:
+            raise InvalidArgument(
+                f"first {first} of {len(hashes)} blocks, {reserve} in reserve (≤ {limits.max_reserve})"
+            )
+        if state.waits.of_session(session) >= limits.max_waiting_leases:
+            raise ResourceExhausted(f"{limits.max_waiting_leases} leases wait already", retry_after_s=0.1)
+        state.tell_time(now_ms)
+        self._prefetching.started(found, lease)
+        rows = state.table.locate(hashes, namespace)
+        known = rows != NONE
+        state.table.touch(rows if known.all() else rows[known], now_ms)
+        request = Request(
+            session=found,
+            namespace=namespace,
+            lease=lease,
+            hashes=hashes[first:],
+            first=first,
+            parent=int(rows[first - 1]) if first else NONE,
+            reserve=reserve,
+            private_fill=private_fill,
+            now_ms=now_ms,
+        )
+        grant = self._acquiring.acquire(request, rows[first:])
+        given = grant.hbm_slots[grant.hbm_slots != NONE]
+        if len(grant.reserve_slots):
+            given = np.concatenate((given, grant.reserve_slots))
+        dram = grant.dram_slots[grant.dram_slots != NONE]
+        found.granted(grant_id, given, dram, ahead=False, limit=limits.max_unseen_grants)
+        return grant
+
+    def step(
+        self,
+        *,
+        now_ms: int,
+        session: int,
+        seals: NDArray[np.void],
+        loads: NDArray[np.void],
+        stores: NDArray[np.void],
+        released_hbm: U32,
+        released_dram: U32,
+        seen: int,
+        want_slots: int,
+        want_room: int,
+    ) -> StepAnswer:
+        """What a client did, in this order: seals, loads, stores, releases. Every part may be said twice.
+
+        A stored or loaded slot stays held until it is released. `want_slots` and `want_room` are what the client
+        lacks, having read all messages up to `seen`. Raises: NotFound, FailedPrecondition. O(n).
+        """
+        state, limits = self._state, self._state.limits
+        found = state.sessions.attached(session)
+        state.tell_time(now_ms)
+        outcomes = self._sealing.seal(found, seals, now_ms) if len(seals) else np.empty(0, dtype=np.uint8)
+        self._sealing.loads(found, loads)
+        self._sealing.stores(found, stores)
+        found.seen(seen)
+        self._sealing.release(found, released_hbm, released_dram)
+        found.wants(min(want_slots, limits.max_want_slots), min(want_room, limits.max_want_room))
+        self._write_behind()
+        return StepAnswer(seal_outcomes=outcomes)
+
+    def prefetch(
+        self, *, now_ms: int, session: int, namespace: int, lease: int, hashes: U64, deadline_ms: int
+    ) -> None:
+        """Starts promotions of what only storage has, into free slots alone. `deadline_ms` is a time; 0: none.
+
+        Raises: NotFound, FailedPrecondition, InvalidArgument.
+        """
+        found = self._check_chain(session, namespace, hashes)
+        self._state.tell_time(now_ms)
+        self._prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
+
+    def cancel(self, session: int, lease: int) -> None:
+        """Forgets what a lease waits for or prefetches. Raises: NotFound."""
+        found = self._state.sessions.get(session)
+        self._state.waits.cancel(session, lease)
+        self._prefetching.cancel(found, lease)
+
+    def _check_chain(self, session: int, namespace: int, hashes: U64) -> Session:
+        found = self._state.sessions.attached(session)
+        if namespace not in found.namespaces:
+            raise FailedPrecondition(f"this session has not opened namespace {namespace}")
+        self._check_blocks(hashes)
+        return found
+
+    def _check_blocks(self, hashes: U64) -> None:
+        most = self._state.limits.max_message_blocks
+        if len(hashes) > most:
+            raise InvalidArgument(f"one message names at most {most} blocks, not {len(hashes)}")
+
+    def _write_behind(self) -> None:
+        """Hands what came into DRAM to the queue of writes."""
+        came, self._state.sealed_in_dram = self._state.sealed_in_dram, []
+        for rows in came:
+            self._moving.queue_writes(rows)
+
+    # ------------------------------------------------------------ decisions out, completions in
+
+    def take_changed(self) -> list[tuple[SessionId, list[int]]]:
+        """Leases to tell that all they waited for has come or failed, by session."""
+        self._crediting.wake()
+        return self._state.waits.take_changed()
+
+    def top_up(self, session: int, grant_id: int) -> Slots | None:
+        """Slots ahead that are due to this session, under the id of the message that will carry them; None: none."""
+        found = self._state.sessions.get(session)
+        if self._state.sessions.state(session) is not SessionState.ATTACHED:
+            return None
+        slots = self._crediting.top_up(found)
+        if slots is not None:
+            limit = self._state.limits.max_unseen_grants
+            found.granted(grant_id, slots.hbm_slots, slots.dram_slots, ahead=True, limit=limit)
+        return slots
+
+    def take_moves(self, path: int, limit: int) -> NDArray[np.void]:
+        """MOVE[] for a path's mover, reads first, each sorted by slot; its slots are held until `moves_done`."""
+        return self._moving.take(path, limit)
+
+    def moves_done(self, *, now_ms: int, path: int, ids: U64, statuses: U8) -> None:
+        """What became of moves (MoveStatus). Ids that are not in flight on this path are passed over."""
+        self._state.tell_time(now_ms)
+        self._moving.done(path, ids, statuses)
+
+    def mover_dead(self, path: int, now_ms: int) -> None:
+        """The path's mover is gone, reaped: its moves fail, and what it may have touched is free again."""
+        self._state.tell_time(now_ms)
+        self._moving.mover_dead(path)
+
+    def take_nvme_changes(self, path: int) -> NvmeChanges:
+        """Slots of a path that changed since the last call, as they are now, for the durable index."""
+        return self._moving.take_changes(path)
+
+    def flush(self) -> FlushMark:
+        """Queues every block that is in DRAM and not in storage; `unwritten` tells how many are still to come."""
+        rows = self._moving.unwritten()
+        self._moving.queue_writes(rows)
+        return FlushMark(rows=rows, words=self._state.words(rows))
+
+    def unwritten(self, mark: FlushMark) -> int:
+        """Blocks of a flush that storage does not have, lost ones included; queues again what was dropped."""
+        return self._moving.unwritten_of(mark)
+
+    def tick(self, now_ms: int) -> None:
+        """The background's turn: pins that end, a reserve of free slots in each class, extents that change class."""
+        state = self._state
+        state.tell_time(now_ms)
+        self._pins.expire(state.now_ms)
+        self._evictor.rebalance()
+        for tier in Tier:
+            for key in list(state.pool(tier).classes):
+                # HBM without a session is nobody's to make room in.
+                if tier is not Tier.HBM or state.has_session(key):
+                    self._evictor.keep_reserve(tier, key)
+        self._moving.catch_up()
+
+    # ------------------------------------------------------------ storage that is found, administration, reports
+
+    def load_nvme(
+        self,
+        *,
+        hashes: U64,
+        parents: U64,
+        namespaces: U32,
+        depths: U32,
+        slots: U32,
+        generations: U32,
+        touches: U64,
+    ) -> int:
+        """Enters blocks that storage has. See loading.load_nvme."""
+        return load_nvme(
+            self._state,
+            hashes=hashes,
+            parents=parents,
+            namespaces=namespaces,
+            depths=depths,
+            slots=slots,
+            generations=generations,
+            touches=touches,
+        )
+
+    def pin(self, *, now_ms: int, namespace: int, hashes: U64, ttl_ms: int) -> int:
+        """Keeps the cached leading run of a chain from losing its last copies; returns its blocks.
+
+        Raises: InvalidArgument, ResourceExhausted.
+        """
+        self._check_blocks(hashes)
+        self._state.tell_time(now_ms)
+        rows = self._cached_run(namespace, hashes)
+        self._pins.pin(rows, now_ms + ttl_ms)
+        return len(rows)
+
+    def unpin(self, *, namespace: int, hashes: U64) -> int:
+        """Takes pins of a chain back; returns how many blocks were pinned."""
+        self._check_blocks(hashes)
+        return self._pins.unpin(self._cached_run(namespace, hashes))
+
+    def _cached_run(self, namespace: int, hashes: U64) -> U32:
+        rows = self._state.table.locate(hashes, namespace)
+        sealed = self._state.table.sealed(rows)
+        return np.unique(rows[: len(sealed) if sealed.all() else int(sealed.argmin())])
+
+    def clear(self, namespace: int | None) -> ClearResult:
+        """Removes every block of a namespace (None: of all) that nobody holds."""
+        return clearing.clear(self._state, namespace)
+
+    def explain(self, *, namespace: int, hashes: U64) -> Explanation:
+        """Why a chain is no hit from some block on. Raises: InvalidArgument."""
+        self._check_blocks(hashes)
+        return reporting.explain(self._state, namespace, hashes)
+
+    def stats(self) -> StoreStats:
+        """Gauges and counters. O(slots × sessions)."""
+        return reporting.stats(self._state, self._moving)
+
+    def check_integrity(self) -> list[str]:
+        """Broken invariants in words; empty when the store is sound. O(rows + slots)."""
+        return integrity.check(self._state)
