@@ -35,7 +35,7 @@ class Log:
 
     def fault(self, event: str, **fields: object) -> None:
         """A fault of ours, with its traceback; from an `except` block."""
-        self._logger.error(event, extra={_FIELDS: fields}, exc_info=True)
+        self._logger.error(event, extra={_FIELDS: fields}, exc_info=True)  # noqa: LOG014 (the caller is in one)
 
 
 class _Formatter(logging.Formatter):

@@ -11,6 +11,8 @@ import asyncio
 import os
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvstore.config import NvmePath
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
@@ -145,15 +147,18 @@ class Movers:
         slots = records["slot"].copy()
         for number, extent in extents.items():
             slots[records["slab"] == number] += columns.extent_slot_base[extent]
-        self._owner.store.load_nvme(
+        digests, which = np.unique(records["ns_digest"], axis=0, return_inverse=True)
+        handles = [self._owner.store.intern_namespace(digest.tobytes()) for digest in digests]
+        loaded = self._owner.store.load_nvme(
             hashes=records["hash"],
             parents=records["parent"],
-            ns_digests=records["ns_digest"],
+            namespaces=np.array(handles, dtype=np.uint32)[which.reshape(-1)],
             depths=records["depth"],
             slots=slots,
             generations=records["generation"],
             touches=records["touch"],
         )
+        _LOG.info("blocks loaded", path=found.directory.path, found=len(records), loaded=loaded)
 
     def _extent_added(self, info: ExtentInfo, fd: int) -> None:
         if info.tier is Tier.DRAM:

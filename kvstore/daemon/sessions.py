@@ -17,7 +17,7 @@ from kvstore.daemon.liveness import Life, check_pidfd, process_of
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
-from kvstore.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument
+from kvstore.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, KvstoreError
 from kvstore.faults import fault
 from kvstore.moves import U32, SessionId
 
@@ -155,8 +155,7 @@ class Sessions:
             raise FailedPrecondition("the session's members have not presented themselves yet")
         now_ms = self._owner.now_ms()
         if session.outbox is not None:
-            session.outbox.fail(Aborted("the session was resumed on another stream"))
-            session.outbox = None
+            self._close_stream(session, Aborted("the session was resumed on another stream"))
             self._owner.store.lost(session.id, now_ms)
         self._owner.store.resume(
             now_ms=now_ms,
@@ -182,10 +181,27 @@ class Sessions:
         return self._end(session)
 
     def _end_if_gone(self, session: Session) -> None:
-        """A member is gone: with it the session, where it was the last that can be."""
+        """A member is gone: with it the session, where it was the last that can be; else it is dying."""
         members = self.members(session.id)
-        if session.deadline is None and members and all(member.life.ended for member in members):
+        if session.deadline is not None or not members:
+            return
+        if all(member.life.ended for member in members):
             self._end(session)
+        elif (
+            any(member.life.ended for member in members)
+            and self._owner.find_session(session.digest) is session
+        ):
+            self._close_stream(session, Aborted("a member of the session has died"))
+            self._owner.store.dying(session.id, self._owner.now_ms())
+            self._owner.settle_soon()
+
+    def _close_stream(self, session: Session, reason: KvstoreError) -> None:
+        """Ends the stream from this side; the store is told by the caller."""
+        session.lost = True
+        session.wants = False
+        if session.outbox is not None:
+            session.outbox.fail(reason)
+            session.outbox = None
 
     def _end(self, session: Session) -> int:
         if self._owner.sessions.get(session.id) is not session:

@@ -1,0 +1,85 @@
+"""Run the service: the keeper, the daemon it starts, and the movers of the NVMe paths.
+
+Stays in the foreground and prints one line when it is ready. SIGTERM and ^C bring what is in DRAM to disk and end it;
+a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.settings import load_settings
+from kvstore.config import ServeConfig
+from kvstore.daemon.handover import config_to_toml
+from kvstore.errors import ConfigError
+
+__all__ = ["keeper_command", "serve"]
+
+
+def serve(
+    *,
+    socket: Annotated[str | None, typer.Option(help="Unix socket to listen on.")] = None,
+    socket_group: Annotated[str | None, typer.Option(help="Group that may connect too.")] = None,
+    tcp: Annotated[str | None, typer.Option(help="host:port to listen on as well.")] = None,
+    metrics_port: Annotated[str | None, typer.Option(help="Loopback port of Prometheus metrics.")] = None,
+    dram: Annotated[str | None, typer.Option(help="Size of the DRAM tier, like 8GiB.")] = None,
+    nvme: Annotated[
+        list[str] | None,
+        typer.Option(help="Directory and size of an NVMe path, like /var/lib/kvstore:100GiB."),
+    ] = None,
+    durability: Annotated[
+        str | None, typer.Option(help="When bytes are forced to disk: commit, or flush.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="Number of GPUs, or of their twins.")] = None,
+    hbm: Annotated[str | None, typer.Option(help="Most HBM of one device, like 64GiB.")] = None,
+    max_rows: Annotated[str | None, typer.Option(help="Most blocks known at one time.")] = None,
+    max_sessions: Annotated[str | None, typer.Option(help="Most engines attached at one time.")] = None,
+    orphan_ttl: Annotated[
+        str | None, typer.Option(help="How long HBM that no engine maps is kept, like 120s.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file to read instead of the usual places.")
+    ] = None,
+) -> None:
+    """Run the service in the foreground."""
+    flags: dict[str, object] = {
+        "socket": socket,
+        "socket_group": socket_group,
+        "tcp": tcp,
+        "metrics_port": metrics_port,
+        "dram": dram,
+        "nvme": nvme or None,
+        "durability": durability,
+        "devices": devices,
+        "hbm": hbm,
+        "max_rows": max_rows,
+        "max_sessions": max_sessions,
+        "orphan_ttl": orphan_ttl,
+        "log_level": log_level,
+    }
+    settings = load_settings(flags, file=config).config.serve
+    _check_folders(settings)
+    command = keeper_command(settings)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # noqa: S606 (our own interpreter and modules)
+
+
+def keeper_command(settings: ServeConfig) -> list[str]:
+    """What `kvstore serve` becomes: the keeper, and the daemon that it starts."""
+    python = sys.executable
+    daemon = [python, "-m", "kvstore.daemon", "--config", config_to_toml(settings)]
+    return [python, "-m", "kvstore.keeper", "--", *daemon]
+
+
+def _check_folders(settings: ServeConfig) -> None:
+    """A mistyped path must not become a new folder somewhere."""
+    for path in settings.nvme:
+        parent = Path(path.path).parent
+        if not parent.is_dir():
+            raise ConfigError(f"nvme: the folder {parent} does not exist: create it, or give another path")

@@ -1,0 +1,134 @@
+"""Show what the service holds: tiers, sessions, counters, and what a person should act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.cli.admin import open_client
+from kvstore.units import format_count, format_duration, format_size
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["status"]
+
+_BAR_WIDTH = 20
+_TIER_FIELDS = (
+    "capacity_bytes",
+    "allocated_bytes",
+    "slots",
+    "free_slots",
+    "filling_slots",
+    "sealed_slots",
+    "held_slots",
+    "orphan_slots",
+)
+_SESSION_FIELDS = ("session", "name", "state", "members", "held_hbm_slots", "held_dram_slots", "age_s")
+
+
+def status(
+    *,
+    socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    counters: Annotated[bool, typer.Option("--counters", help="Also counters that are zero.")] = False,
+) -> None:
+    """Show what the service holds."""
+    with open_client(socket) as client:
+        described, stats = client.describe(), client.stats()
+    if as_json:
+        print(json.dumps(_as_dict(described, stats), indent=2))
+    else:
+        Console().print(_render(described, stats, every_counter=counters))
+
+
+def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, object]:
+    return {
+        "version": described.version,
+        "protocol_version": described.protocol_version,
+        "boot_epoch": stats.boot_epoch,
+        "pid": described.pid,
+        "keeper_pid": described.keeper_pid,
+        "uptime_s": stats.uptime_s,
+        "ready": stats.ready,
+        "paused": stats.paused,
+        "rows": stats.rows,
+        "max_rows": stats.max_rows,
+        "tiers": [
+            {"tier": tier.tier, **{name: getattr(tier, name) for name in _TIER_FIELDS}}
+            for tier in stats.tiers
+        ],
+        "sessions": [{name: getattr(item, name) for name in _SESSION_FIELDS} for item in stats.sessions],
+        "counters": dict(sorted(stats.counters.items())),
+        "warnings": list(stats.warnings),
+    }
+
+
+def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter: bool) -> RenderableType:
+    state = "paused" if stats.paused else "ready" if stats.ready else "going down"
+    keeper = f", keeper {described.keeper_pid}" if described.keeper_pid else ""
+    head = Text.assemble(
+        ("kvstore ", "bold"),
+        f"{described.version} {state}, up {format_duration(round(stats.uptime_s))}, daemon {described.pid}{keeper}; ",
+        f"{format_count(stats.rows)} of {format_count(stats.max_rows)} blocks known",
+    )
+    parts: list[RenderableType] = [head, _tiers(stats)]
+    if stats.sessions:
+        parts.append(_sessions(stats))
+    shown = {name: value for name, value in sorted(stats.counters.items()) if value or every_counter}
+    if shown:
+        parts.append(_counters(shown))
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in stats.warnings]
+    return Group(*parts)
+
+
+def _tiers(stats: pb.StatsReply) -> Table:
+    table = Table(title="tiers", title_justify="left")
+    for name in ("tier", "capacity", "allocated", "used", "", "blocks", "filling", "held", "orphans", "free"):
+        table.add_column(name, justify="left" if name in ("tier", "") else "right")
+    for tier in stats.tiers:
+        used = tier.slots - tier.free_slots
+        table.add_row(
+            tier.tier,
+            format_size(tier.capacity_bytes),
+            format_size(tier.allocated_bytes),
+            f"{100 * used / tier.slots:.0f} %" if tier.slots else "-",
+            ProgressBar(total=max(1, tier.slots), completed=used, width=_BAR_WIDTH),
+            format_count(tier.sealed_slots),
+            format_count(tier.filling_slots),
+            format_count(tier.held_slots),
+            format_count(tier.orphan_slots),
+            format_count(tier.free_slots),
+        )
+    return table
+
+
+def _sessions(stats: pb.StatsReply) -> Table:
+    table = Table(title="sessions", title_justify="left")
+    for name in ("id", "name", "state", "processes", "HBM held", "DRAM held", "age"):
+        table.add_column(name, justify="left" if name in ("name", "state") else "right")
+    for item in stats.sessions:
+        table.add_row(
+            str(item.session),
+            item.name,
+            Text(item.state, style="" if item.state == "attached" else "yellow"),
+            str(item.members),
+            format_count(item.held_hbm_slots),
+            format_count(item.held_dram_slots),
+            format_duration(round(item.age_s)),
+        )
+    return table
+
+
+def _counters(counters: Mapping[str, int]) -> Table:
+    table = Table(title="counters since this start", title_justify="left")
+    table.add_column("counter")
+    table.add_column("count", justify="right")
+    for name, value in counters.items():
+        table.add_row(name, format_count(value))
+    return table
