@@ -42,6 +42,7 @@ class WriteThrough(Listener):
         self._lock = threading.Lock()
         self._backlog: deque[SlotRun] = deque()
         self._backlog_blocks = 0
+        self._copying_blocks = 0
         self.dropped_blocks = 0
 
     def sealed(self, result: SealResult) -> None:
@@ -56,6 +57,12 @@ class WriteThrough(Listener):
             self._backlog_blocks += len(run)
         self._trim()
         self._pump()
+
+    @property
+    def backlog_blocks(self) -> int:
+        """Published blocks that wait for room or are being copied."""
+        with self._lock:
+            return self._backlog_blocks + self._copying_blocks
 
     def room(self) -> None:
         """Pairs what waits with the room that came."""
@@ -83,6 +90,7 @@ class WriteThrough(Listener):
                 done=partial(self._copied, sources, targets),
             )
             if not self._copier.submit(batch):
+                self._ended(len(sources))
                 self._session.step(dropped_hbm=sources.slots, dropped_dram=targets.slots)
                 return
 
@@ -101,10 +109,16 @@ class WriteThrough(Listener):
                 rest = SlotRun(slots=oldest.slots[count:], generations=oldest.generations[count:])
                 self._backlog.appendleft(rest)
             self._backlog_blocks -= count
+            self._copying_blocks += count
             return SlotRun(slots=oldest.slots[:count], generations=oldest.generations[:count]), room
+
+    def _ended(self, blocks: int) -> None:
+        with self._lock:
+            self._copying_blocks -= blocks
 
     def _copied(self, sources: SlotRun, targets: SlotRun) -> None:
         self._session.step(
             stores=copies(sources, targets), dropped_hbm=sources.slots, dropped_dram=targets.slots
         )
+        self._ended(len(sources))
         self._pump()

@@ -178,6 +178,13 @@ class Outbox:
             np.concatenate([step.released_dram for step in steps]),
         )
 
+    def waits_for_answers(self) -> bool:
+        """Whether an acquire or a seal is unsent or unanswered."""
+        return any(
+            isinstance(item, PendingGrant) or (isinstance(item, Step) and len(item.seals))
+            for item in (*self._queue, *(item for _, item in self._sent))
+        )
+
     def oldest_acquire(self) -> float | None:
         """When the oldest unanswered acquire was sent; None without any."""
         for _, item in self._sent:

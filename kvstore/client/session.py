@@ -59,6 +59,7 @@ class Session:
         timeout_s: float,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
+        self.name = name
         self.geometry = geometry
         self.device = device
         self._timeout_s = timeout_s
@@ -251,6 +252,10 @@ class Session:
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Sleeps until `ready()`, asked again at every news; False: the time is over."""
         return self._state.wait_until(ready, timeout_s)
+
+    def quiet(self) -> bool:
+        """Whether everything given to `step` was sent, and every seal and acquire answered."""
+        return self._state.quiet()
 
     def notify(self) -> None:
         """Wakes `wait`: for a copier of this process."""

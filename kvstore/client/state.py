@@ -206,6 +206,12 @@ class SessionState:
         with self.lock:
             return self.news.wait_for(ready, timeout_s)
 
+    def quiet(self) -> bool:
+        """See Session.quiet."""
+        with self.lock:
+            leaving = self.hbm.leaving or self.dram.leaving
+            return not (self._buffer or leaving or self._outbox.waits_for_answers())
+
     def notify(self) -> None:
         """Somebody else (the copier) has news for whoever waits."""
         with self.lock:
