@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import select
 import time
@@ -33,8 +32,8 @@ _M = TypeVar("_M", bound=wire.Message)
 class MoverSide:
     """A mover process, one DRAM extent full of blocks and one slab with as many slots. Bytes differ in each block."""
 
-    def __init__(self, folder: Path, count: int, block_bytes: int) -> None:
-        """Starts the mover, its threads as its own probe chooses. Raises: KvstoreError when it cannot."""
+    def __init__(self, folder: Path, count: int, block_bytes: int, *, threads: int = 0) -> None:
+        """Starts the mover; `threads` 0 is what its own probe chooses. Raises: KvstoreError when it cannot."""
         self._dram = DramTier()
         fd = self._dram.create(0, count * block_bytes)
         self._dram.populate(0)
@@ -45,7 +44,7 @@ class MoverSide:
         self._waiting: deque[wire.Message] = deque()
         directory = folder / "slabs"
         directory.mkdir(mode=0o700)
-        self._link = MoverLink.start(wire.Config(directory=str(directory), nice=0))
+        self._link = MoverLink.start(wire.Config(directory=str(directory), threads=threads, nice=0))
         self._link.send_extent(0, count * block_bytes, fd)
 
     def __enter__(self) -> Self:
@@ -77,6 +76,11 @@ class MoverSide:
             self._link.send_sync(_SYNC_ID)
             if text := self._await(wire.Synced).text:
                 raise KvstoreError(text)
+
+    @property
+    def memory(self) -> memoryview:
+        """All blocks, as they lie in DRAM."""
+        return memoryview(self._dram.view(0))
 
     def scribble(self) -> None:
         """Overwrites the blocks in DRAM, so that only a read can bring them back."""
@@ -125,14 +129,16 @@ class MoverSide:
 
 
 class PlainFile:
-    """A preallocated file and a page-aligned buffer of all its blocks; one thread, a block a call, no page cache."""
+    """A preallocated file of as many blocks as `memory` holds; one thread, a block a call, no page cache.
 
-    def __init__(self, folder: Path, count: int, block_bytes: int) -> None:
+    `memory` is the mover's own: how contiguous its pages are changes the rate of a disk by half and more, and
+    differs between any two buffers, so another one would be compared and not the mover.
+    """
+
+    def __init__(self, folder: Path, memory: memoryview, block_bytes: int) -> None:
         """Makes the file. `direct` is False where the file system refuses O_DIRECT, as the mover then also finds."""
+        self._memory = memory
         self._block_bytes = block_bytes
-        self._count = count
-        self._buffer = mmap.mmap(-1, count * block_bytes)
-        np.frombuffer(self._buffer, dtype=np.uint64)[:] = np.arange(count * block_bytes // 8, dtype=np.uint64)
         path, flags = folder / "plain", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self.direct = True
         try:
@@ -142,7 +148,7 @@ class PlainFile:
                 raise
             self.direct = False
             self._fd = os.open(path, flags, 0o600)
-        os.posix_fallocate(self._fd, 0, count * block_bytes)
+        os.posix_fallocate(self._fd, 0, len(memory))
 
     def __enter__(self) -> Self:
         return self
@@ -151,22 +157,18 @@ class PlainFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
-        self._buffer.close()
+        self._memory.release()
 
     def write(self) -> None:
         """Every block, then fdatasync."""
-        with memoryview(self._buffer) as view:
-            for at in range(0, self._count * self._block_bytes, self._block_bytes):
-                with view[at : at + self._block_bytes] as block:
-                    self._whole(os.pwrite(self._fd, block, at))
+        for at in range(0, len(self._memory), self._block_bytes):
+            self._whole(os.pwrite(self._fd, self._memory[at : at + self._block_bytes], at))
         os.fdatasync(self._fd)
 
     def read(self) -> None:
         """Every block."""
-        with memoryview(self._buffer) as view:
-            for at in range(0, self._count * self._block_bytes, self._block_bytes):
-                with view[at : at + self._block_bytes] as block:
-                    self._whole(os.preadv(self._fd, [block], at))
+        for at in range(0, len(self._memory), self._block_bytes):
+            self._whole(os.preadv(self._fd, [self._memory[at : at + self._block_bytes]], at))
 
     def _whole(self, nbytes: int) -> None:
         if nbytes != self._block_bytes:

@@ -2,8 +2,9 @@
 
 HBM twin ↔ DRAM: the engines' copier, real extents, scattered pages; beside it a loop of memcpy over the same
 addresses. DRAM ↔ NVMe: a real mover process with its checksums, trailers and replies; beside it a loop of one O_DIRECT
-call a block on a file of the same folder. A write ends with fdatasync on both sides. Sides take turns, and which goes
-first changes every round; medians over all rounds but a first one, which is not counted. One GB is 10^9 bytes.
+call a block between the same memory and a file of the same folder. A write ends with fdatasync on both sides. Sides take
+turns, and which goes first changes every round; medians over all rounds but a first one, which is not counted. One GB
+is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class StorePlan:
 
     block_bytes: tuple[int, ...] = (LARGE.slot_bytes, 2 << 20)
     memory_bytes: int = 512 << 20
-    disk_bytes: int = 512 << 20
-    rounds: int = 7
+    disk_bytes: int = 128 << 20
+    rounds: int = 15
 
 
 FULL = StorePlan()
@@ -150,16 +151,16 @@ def _disk_legs(plan: StorePlan, block_bytes: int, parent: Path | None) -> list[L
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as name,
         MoverSide(Path(name), count, block_bytes) as mover,
-        PlainFile(Path(name), count, block_bytes) as plain,
+        PlainFile(Path(name), mover.memory, block_bytes) as plain,
     ):
         legs = []
         for leg, kind, raw in (
             ("dram_to_nvme", MoveKind.WRITE, plain.write),
             ("nvme_to_dram", MoveKind.READ, plain.read),
         ):
-            if kind is MoveKind.READ:
-                mover.scribble()
             ours = partial(mover.transfer, kind)
             legs.append(_race(f"{leg}_{block_bytes}", plan.rounds, nbytes, ours, raw))
+        mover.scribble()
+        mover.transfer(MoveKind.READ)
         mover.check()
         return legs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,7 +52,10 @@ def test_a_corrupt_block_is_no_result(tmp_path: Path) -> None:
 
 
 def test_the_plain_file_reads_what_it_wrote(tmp_path: Path) -> None:
-    with PlainFile(tmp_path, 3, BLOCK) as plain:
+    memory = mmap.mmap(-1, 3 * BLOCK)
+    memory[:] = bytes(range(256)) * (3 * BLOCK // 256)
+    with PlainFile(tmp_path, memoryview(memory), BLOCK) as plain:
         plain.write()
+        memory[:] = bytes(3 * BLOCK)
         plain.read()
-        assert (tmp_path / "plain").stat().st_size == 3 * BLOCK
+        assert memory[:] == bytes(range(256)) * (3 * BLOCK // 256)
