@@ -46,6 +46,7 @@ _STOP_GRACE_S = 120.0  # after SIGTERM; the daemon's own drain deadline is short
 _KEPT_AT_RESET = (
     "mover-"  # a mover of the old daemon may still write to its disk: the next one must wait for it
 )
+_FAULT = "KVSTORE_FAULT"
 _CREDENTIALS_BYTES = 12  # struct ucred: pid, uid, gid
 
 
@@ -170,6 +171,7 @@ class Keeper:
         self.run = None
         status = os.waitstatus_to_exitcode(os.waitpid(run.pid, 0)[1]) if run.child else None
         os.close(run.pidfd)
+        os.environ.pop(_FAULT, None)  # a fault that a test asked for is for one life
         _reap()
         if status == CONFIG_EXIT:
             return 1

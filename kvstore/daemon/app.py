@@ -43,7 +43,8 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["Daemon"]
 
 _LOG = Log("app")
-_PATHS_BEFORE_READY_S = 1.0
+_PATHS_BEFORE_READY_S = 5.0
+_PATHS_POLL_S = 0.01
 _SECRET_TIMEOUT_S = 10.0
 _SWEEP_S = 1.0
 _STREAM_GRACE_S = 0.5
@@ -64,6 +65,8 @@ class Daemon:
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._signals = 0
+        self.ready = False
+        """Whether it has served: an error before that is one of the configuration or of the machine."""
 
     async def run(self) -> None:
         """From start to a clean end. Raises KvstoreError where it cannot start."""
@@ -106,10 +109,8 @@ class Daemon:
             self._descriptors.adopt(member)
         opened = self._start_paths()
         self._spawn(self._owner.tick_forever())
-        if tables.fresh and opened:
-            await asyncio.wait(
-                [asyncio.ensure_future(event.wait()) for event in opened], timeout=_PATHS_BEFORE_READY_S
-            )
+        if tables.fresh:
+            await self._await_paths(opened)
         self._descriptors.listen(sockets.bind_descriptors())
         await self._services.start()
         sockets.open_to_group()
@@ -173,9 +174,19 @@ class Daemon:
             self._spawn(self._movers.run_path(number, path, opened[-1]))
         return opened
 
+    async def _await_paths(self, opened: list[asyncio.Event]) -> None:
+        """Gives the disks a moment, so that what they hold is mostly known when the first client comes."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _PATHS_BEFORE_READY_S
+        while not all(event.is_set() for event in opened) and loop.time() < until_s:
+            if self._fault.done():
+                self._fault.result()
+            await asyncio.sleep(_PATHS_POLL_S)
+
     def _say_ready(self, tables: Tables, members: int) -> None:
         gc.collect()
         gc.freeze()  # what lives now lives to the end: full collections need not look at it
+        self.ready = True
         self._notifier.tell("READY=1")
         config = self._config
         parts = [f"DRAM {format_size(config.dram_bytes)}"]

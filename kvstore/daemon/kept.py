@@ -12,7 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from kvstore.daemon.log import Log
 from kvstore.daemon.notify import Notifier
@@ -64,10 +64,6 @@ class Kept:
         """The keeper lets go of these, if it has them."""
         known = [name for name in names if self._fds.pop(name, None) is not None]
         self._notifier.remove(known)
-
-    def names(self) -> Sequence[str]:
-        """What is registered."""
-        return tuple(self._fds)
 
     async def watch_keeper(self) -> None:
         """Runs for ever: when the keeper dies, starts another and stores everything again."""

@@ -9,6 +9,7 @@ killed; while the disk holds on to it the path is out of service and everything 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.nvme import OpenPath, SlabTable, commit, index_changes
 from kvstore.daemon.owner import Owner
-from kvstore.errors import KvstoreError
-from kvstore.faults import fault
+from kvstore.errors import KvstoreError, Unavailable
+from kvstore.faults import FAULT_VARIABLE, fault
 from kvstore.layout import Columns, Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
@@ -65,8 +66,6 @@ class MoverPath:
         self.number = number
         self.opened = opened
         self.counts: wire.Counts | None = None
-        self.changed = asyncio.Event()
-        """Set whenever something became durable, for who waits for a flush."""
         self._owner = owner
         self._kept = kept
         self._memory = memory
@@ -78,9 +77,11 @@ class MoverPath:
         self._writes = np.empty(0, dtype=np.uint64)  # ids of writes that the mover has
         self._written = _Written([], [])
         self._sync_id = 0
+        self._flushing: dict[int, asyncio.Future[None]] = {}
+        """Syncs that a flush waits for, by id."""
         self._syncing: _Written | None = None
         self._dropped_slabs: list[int] = []
-        self._committing = False
+        self._commit_task: asyncio.Task[None] | None = None
         self._commit_due = False
         self._ended = asyncio.Event()
 
@@ -163,26 +164,49 @@ class MoverPath:
         loop.remove_reader(link.fileno())
         loop.remove_writer(link.fileno())
         link.stop()
-        exited = asyncio.Event()
-        loop.add_reader(link.pidfd, exited.set)
-        await exited.wait()
-        loop.remove_reader(link.pidfd)
+        await self._exit_of(link)
+        os.environ.pop(FAULT_VARIABLE, None)  # a fault that a test asked for is for one life
         self._kept.remove([f"mover-{self.number}"])
         code = link.reap(_REAP_S)
         _LOG.warning("mover ended", path=self.number, code=code)
         self._writes = self._writes[:0]
         self._waiting_moves = None
         self._written, self._syncing = _Written([], []), None
+        for waiting in self._flushing.values():
+            waiting.set_exception(Unavailable("the mover died"))
+        self._flushing.clear()
         self._owner.store.mover_dead(self.number, self._owner.now_ms())
         self._owner.settle_soon()
 
-    def stop(self) -> None:
-        """The daemon ends: the mover finishes what runs and exits by itself."""
+    async def _exit_of(self, link: MoverLink) -> None:
+        """Returns when the process has ended, however long its disk holds on to it."""
+        loop = asyncio.get_running_loop()
+        topic = f"dying-{self.number}"
+        exited = asyncio.Event()
+        loop.add_reader(link.pidfd, exited.set)
+        try:
+            while not exited.is_set():
+                try:
+                    await asyncio.wait_for(exited.wait(), _STALL_WARN_S)
+                except TimeoutError:
+                    link.kill()
+                    path = self.opened.directory.path
+                    self._owner.warnings[topic] = f"nvme path {path} is out of service: its disk hangs"
+        finally:
+            loop.remove_reader(link.pidfd)
+            self._owner.warnings.pop(topic, None)
+
+    async def close(self) -> None:
+        """The daemon ends: the mover finishes what runs and exits by itself; the index is closed."""
         if self._link is not None:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._link.fileno())
             loop.remove_writer(self._link.fileno())
             self._link.stop()
+            self._link = None
+        if self._commit_task is not None:
+            await asyncio.shield(self._commit_task)
+        await asyncio.to_thread(self.opened.close)
 
     # ------------------------------------------------------------ work out
 
@@ -308,8 +332,15 @@ class MoverPath:
             self._owner.settle_soon()
 
     def _take_synced(self, synced: wire.Synced) -> None:
+        waiting = self._flushing.pop(synced.id, None)
+        if waiting is not None:
+            if synced.text:
+                waiting.set_exception(KvstoreError(synced.text))
+            else:
+                waiting.set_result(None)
+            return
         batch, self._syncing = self._syncing, None
-        if batch is None or synced.id != self._sync_id:
+        if batch is None:
             return
         ids, statuses = np.concatenate(batch.ids), np.concatenate(batch.statuses)
         if synced.text:
@@ -326,21 +357,37 @@ class MoverPath:
             self._syncing, self._written = self._written, _Written([], [])
             self._sync_id += 1
             link.send_sync(self._sync_id)
-        if self._commit_due and not self._committing:
-            self._committing = True
-            asyncio.get_running_loop().create_task(self._commit())
+        self._start_commit()
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is on its way to the medium or to the index."""
+    def _start_commit(self) -> asyncio.Task[None] | None:
+        """The commit under way, or a new one where one is due; None where there is nothing to commit."""
+        if self._commit_task is not None and not self._commit_task.done():
+            return self._commit_task
+        self._commit_task = None
+        if self._commit_due:
+            self._commit_task = asyncio.get_running_loop().create_task(self._commit())
+            self._commit_task.add_done_callback(lambda _: self._owner.settle_soon())
+        return self._commit_task
+
+    async def make_durable(self) -> None:
+        """Returns when everything that the store counts as written would survive a power cut.
+
+        Raises KvstoreError where the medium says no, Unavailable while there is no mover.
+        """
         link = self._link
-        return (
-            bool(self._written.ids)
-            or self._syncing is not None
-            or self._committing
-            or self._commit_due
-            or (link is not None and link.outstanding > 0)
-        )
+        if link is None or link.ended:
+            raise Unavailable(f"nvme path {self.opened.directory.path} is out of service")
+        if self._owner.config.durability is not Durability.COMMIT:
+            self._sync_id += 1
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._flushing[self._sync_id] = done
+            link.send_sync(self._sync_id)
+            self._update_writer()
+            await done
+        while (task := self._start_commit()) is not None:
+            await asyncio.shield(task)
+        if self._owner.config.durability is not Durability.COMMIT:
+            await asyncio.to_thread(self.opened.index.flush)
 
     async def _commit(self) -> None:
         """Group commit in a thread: what the store says has changed, then a pause so that more can gather."""
@@ -352,14 +399,10 @@ class MoverPath:
             if len(published) or len(freed) or dropped:
                 await asyncio.to_thread(commit, self.opened, published, freed, dropped)
                 self._owner.counters.add("nvme_commits_total")
-            self.changed.set()
         except KvstoreError as error:
             self._owner.warnings[f"index-{self.number}"] = str(error)
             _LOG.warning("commit failed", path=self.number, error=error)
         except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
             self._owner.counters.add("internal_errors_total")
             _LOG.fault("commit failed", path=self.number)
-        finally:
-            await asyncio.sleep(_COMMIT_INTERVAL_S)
-            self._committing = False
-            self._owner.settle_soon()
+        await asyncio.sleep(_COMMIT_INTERVAL_S)

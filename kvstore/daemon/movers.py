@@ -21,7 +21,7 @@ from kvstore.daemon.mover_path import MoverPath
 from kvstore.daemon.nvme import OpenPath, SlabTable, open_path
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.recovery import Tables
-from kvstore.errors import AlreadyExists, FailedPrecondition, KvstoreError
+from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError
 from kvstore.layout import Tier
 from kvstore.moves import ExtentId, ExtentInfo
 
@@ -109,6 +109,8 @@ class Movers:
                 )
             except (KvstoreError, OSError) as error:
                 busy = isinstance(error, AlreadyExists) and waited_s < _WARN_AFTER_S
+                if self._tables.fresh and not busy and isinstance(error, ConfigError | AlreadyExists):
+                    raise  # nothing is lost yet: better no start than a service without its disk
                 if not busy and self._owner.warnings.get(topic) != str(error):
                     _LOG.warning("path not open", path=path.path, error=error)
                     self._owner.warnings[topic] = str(error)
@@ -181,15 +183,21 @@ class Movers:
         wanted = self._owner.store.flush()
         self._owner.settle_soon()
         while loop.time() < until_s:
-            left = self._owner.store.unwritten(wanted)
-            if not left and not any(path.busy for path in self._paths.values()):
+            if not self._owner.store.unwritten(wanted):
                 break
+            self._owner.settle_soon()
             await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
+        syncs = [asyncio.ensure_future(path.make_durable()) for path in self._paths.values()]
+        if syncs:
+            _, late = await asyncio.wait(syncs, timeout=max(0.0, until_s - loop.time()))
+            if late or any(sync.exception() is not None for sync in syncs if sync not in late):
+                return self._durable(), max(1, len(wanted))
         left = self._owner.store.unwritten(wanted)
-        durable = next(
-            tier.sealed_slots for tier in self._owner.store.stats().tiers if tier.tier is Tier.NVME
-        )
-        return durable, left
+        return self._durable(), left
+
+    def _durable(self) -> int:
+        """Blocks that storage has."""
+        return next(tier.sealed_slots for tier in self._owner.store.stats().tiers if tier.tier is Tier.NVME)
 
     def counters(self) -> Mapping[str, int]:
         """What the movers counted, over all paths."""
@@ -200,17 +208,11 @@ class Movers:
                     totals[name] += getattr(path.counts, name)
         return {f"nvme_{name}_total": value for name, value in totals.items()}
 
-    def pids(self) -> dict[int, int]:
-        """Process id of each path's mover."""
-        return {number: path.pid for number, path in self._paths.items()}
-
     async def close(self, deadline_s: float) -> None:
         """The daemon ends on purpose: movers finish, indexes are closed."""
-        for path in self._paths.values():
-            path.stop()
-        closing = [asyncio.to_thread(path.opened.close) for path in self._paths.values()]
+        closing = [asyncio.ensure_future(path.close()) for path in self._paths.values()]
         if closing:
-            await asyncio.wait([asyncio.ensure_future(item) for item in closing], timeout=deadline_s)
+            await asyncio.wait(closing, timeout=deadline_s)
 
 
 _COUNTED = (

@@ -24,6 +24,7 @@ from kvstore.daemon.session import Session
 from kvstore.daemon.sessions import Member, Sessions, member_names
 from kvstore.errors import KvstoreError
 from kvstore.extents import TRAILER_BYTES
+from kvstore.faults import fault
 from kvstore.layout import Columns, TableShape, Tier, open_columns, read_shape, table_bytes
 from kvstore.moves import StoreLimits
 from kvstore.store import Store
@@ -99,7 +100,7 @@ def open_tables(config: ServeConfig, inherited: Mapping[str, int], now_ms: int) 
             return tables
     fd = create_memfd("kvstore-tables", table_bytes(shape))
     memory = memoryview(mmap.mmap(fd, 0))
-    store = Store.create(memory, shape, store_limits(config), Lru())
+    store = Store.create(memory, shape, store_limits(config), Lru(), fault=fault)
     return Tables(fd=fd, columns=open_columns(memory, shape), store=store, fresh=True)
 
 
@@ -109,7 +110,7 @@ def _recover(fd: int, shape: TableShape, config: ServeConfig, now_ms: int) -> Ta
         if read_shape(memory) != shape:
             _LOG.warning("tables dropped: the configuration has changed")
             return None
-        store = Store.recover(memory, store_limits(config), Lru(), now_ms=now_ms)
+        store = Store.recover(memory, store_limits(config), Lru(), now_ms=now_ms, fault=fault)
     except KvstoreError as error:
         _LOG.warning("tables dropped", error=error)
         return None
