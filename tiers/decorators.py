@@ -129,7 +129,9 @@ class MeasuredStorage(_Decorator):
         replies = self._inner.transfer(moves)
         busy_s = self._clock() - begin
         statuses = replies["status"]
-        good = np.isin(moves["id"], replies["id"][statuses == MoveStatus.OK])
+        good = np.ones(len(moves), dtype=np.bool_)
+        if statuses.any():  # rare, and looking replies up by id costs more than all the rest
+            good = np.isin(moves["id"], replies["id"][statuses == MoveStatus.OK])
         writes = moves["kind"] == MoveKind.WRITE
         lengths = moves["length"].astype(np.uint64)
         with self._lock:

@@ -80,6 +80,7 @@ class DurableIndex:
         folder = directory / _FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         self._mark = folder / _UNSYNCED
+        _check_mark(self._mark)
         if durability is Durability.FLUSH:
             _write_mark(self._mark)
         self._env = _open(folder, map_bytes=map_bytes, sync=durability is Durability.COMMIT)
@@ -161,9 +162,7 @@ def load_index(directory: Path) -> NDArray[np.void]:
     folder = directory / _FOLDER
     if not (folder / "data.mdb").exists():
         raise Corruption(f"{folder} does not exist")
-    mark = folder / _UNSYNCED
-    if mark.exists() and mark.read_text(encoding="ascii") != _boot_id():
-        raise Corruption(f"{folder} was not flushed before the machine stopped")
+    _check_mark(folder / _UNSYNCED)
     try:
         env = lmdb.open(str(folder), readonly=True, lock=False, create=False, readahead=False)
         try:
@@ -246,6 +245,12 @@ def _write_group(txn: lmdb.Transaction, key: tuple[int, int], group: NDArray[np.
 def _boot_id() -> str:
     """Names this boot of the machine: page cache that was not written yet is still there while it stays the same."""
     return _BOOT_ID.read_text(encoding="ascii")
+
+
+def _check_mark(mark: Path) -> None:
+    """Raises Corruption where the index beside `mark` was written without fsync before the machine stopped."""
+    if mark.exists() and mark.read_text(encoding="ascii") != _boot_id():
+        raise Corruption(f"{mark.parent} was not flushed before the machine stopped")
 
 
 def _write_mark(mark: Path) -> None:

@@ -14,21 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.errors import NotFound
 from kvstore.moves import MoveKind, MoveStatus
-from kvstore.wire.packed import REPLY
+from kvstore.wire.packed import MOVE, REPLY
 from tiers.base import MemoryTier, Moves, Replies
 from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes
-from tiers.nvme.trailer import (
-    TRAILER,
-    TRAILER_BYTES,
-    checksum,
-    checksums_of,
-    fill_trailers,
-    matches,
-)
+from tiers.nvme.trailer import TRAILER_BYTES, Trailer, checksum, read_trailer, write_trailer
 
 __all__ = ["NvmeTier"]
 
@@ -36,19 +28,42 @@ _MAX_RUN_SLOTS = 512  # two buffers a slot, IOV_MAX is 1024
 _MAX_RUN_BYTES = 2 << 20  # larger calls are no faster, and starve the other threads
 _NOTICE_INTERVAL_S = 10.0
 
+# A move as a plain tuple. A piece is mostly one large slot, where numpy costs 100 µs a move and tuples cost 10.
+_Row = tuple[int, int, int, int, int, bytes, bytes, bytes]
+_MOVE_FIELDS = MOVE.fields
+assert _MOVE_FIELDS is not None
+_ROW_FIELDS = {
+    "dram_extent": "<u2",
+    "dram_offset": "<u8",
+    "nvme_offset": "<u8",
+    "generation": "<u4",
+    "depth": "<u4",
+    "hash": "V16",
+    "parent": "V16",
+    "ns_digest": "V16",
+}
+_ROW = np.dtype(
+    {
+        "names": list(_ROW_FIELDS),
+        "formats": list(_ROW_FIELDS.values()),
+        "offsets": [_MOVE_FIELDS[name][1] for name in _ROW_FIELDS],
+        "itemsize": MOVE.itemsize,
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A piece with what it needs: `buffers` are payload, trailer, payload, trailer, …"""
+    """A piece with what it needs."""
 
     slab: Slab
-    moves: Moves
-    buffers: list[memoryview]
-    pages: NDArray[np.void]  # TRAILER[n], what the trailer buffers view
+    rows: list[_Row]
+    buffers: list[memoryview]  # payload, trailer, payload, trailer, …
 
     @property
-    def payloads(self) -> list[memoryview]:
-        return self.buffers[::2]
+    def offset(self) -> int:
+        """Where it begins in the slab."""
+        return self.rows[0][2]
 
 
 class NvmeTier:
@@ -101,8 +116,8 @@ class NvmeTier:
 
     def pieces(self, moves: Moves) -> Sequence[Moves]:
         """See StorageTier. Reads first. O(n log n), no Python per move."""
-        if len(moves) == 0:
-            return []
+        if len(moves) <= 1:
+            return [moves] if len(moves) else []
         moves = moves[np.lexsort((moves["nvme_offset"], moves["nvme_extent"], moves["kind"]))]
         strides = moves["length"].astype(np.uint64) + np.uint64(TRAILER_BYTES)
         follows = moves["nvme_offset"][1:] == moves["nvme_offset"][:-1] + strides[:-1]
@@ -136,14 +151,14 @@ class NvmeTier:
     def _transfer_piece(self, moves: Moves) -> Replies:
         replies = np.zeros(len(moves), dtype=REPLY)
         replies["id"] = moves["id"]
-        replies["status"] = MoveStatus.IO_ERROR
         run = self._prepare(moves)
         if run is None:
+            replies["status"] = MoveStatus.IO_ERROR
             return replies
-        if int(moves["kind"][0]) == MoveKind.WRITE:
-            self._write(run, replies)
-        else:
-            self._read(run, replies)
+        is_write = int(moves["kind"][0]) == MoveKind.WRITE
+        statuses, checksums = self._write(run) if is_write else self._read(run)
+        replies["status"] = statuses
+        replies["checksum"] = np.frombuffer(b"".join(checksums), dtype="<u8").reshape(-1, 2)
         return replies
 
     def _prepare(self, moves: Moves) -> _Run | None:
@@ -151,78 +166,78 @@ class NvmeTier:
         slab = self._slabs.get(int(moves["nvme_extent"][0]))
         length = int(moves["length"][0])
         stride = stride_bytes(length)
-        first, last = int(moves["nvme_offset"][0]), int(moves["nvme_offset"][-1])
+        rows: list[_Row] = moves.view(_ROW).tolist()
         if (
             slab is None
             or length != slab.file.slot_bytes
-            or first % stride
-            or last // stride >= slab.file.slots
+            or rows[0][2] % stride
+            or rows[-1][2] // stride >= slab.file.slots
         ):
             self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
             return None
         scratch = self._scratch()
         buffers: list[memoryview] = []
         try:
-            for i, (extent, offset) in enumerate(
-                zip(moves["dram_extent"].tolist(), moves["dram_offset"].tolist(), strict=True)
-            ):
+            for at, (extent, offset, *_) in enumerate(rows):
                 payload = self._memory.view(extent)[offset : offset + length]
                 if len(payload) != length:
                     raise NotFound(f"dram extent {extent} is too short")
                 buffers.append(payload)
-                buffers.append(scratch[i * TRAILER_BYTES : (i + 1) * TRAILER_BYTES])
+                buffers.append(scratch[at * TRAILER_BYTES : (at + 1) * TRAILER_BYTES])
         except NotFound as error:
             self._notice("dram", f"a move to or from {self._directory} was refused: {error.message}")
             return None
-        pages = np.frombuffer(scratch, dtype=TRAILER, count=len(moves))
-        return _Run(slab=slab, moves=moves, buffers=buffers, pages=pages)
+        return _Run(slab=slab, rows=rows, buffers=buffers)
 
-    def _write(self, run: _Run, replies: Replies) -> None:
-        checksums = checksums_of([checksum(payload) for payload in run.payloads])
-        fill_trailers(run.pages, run.moves, checksums, time.time_ns() // 1_000_000)
+    def _write(self, run: _Run) -> tuple[list[int], list[bytes]]:
+        """Status and checksum of each block."""
+        now_ms = time.time_ns() // 1_000_000
+        checksums = [checksum(payload) for payload in run.buffers[::2]]
+        for row, page, digest in zip(run.rows, run.buffers[1::2], checksums, strict=True):
+            write_trailer(page, _trailer(row, run.slab.file.slot_bytes, now_ms, digest))
         done = self._vectored(run, run.slab.write, "write to")
-        replies["status"][done] = MoveStatus.OK
-        replies["checksum"] = checksums
+        return [MoveStatus.OK if good else MoveStatus.IO_ERROR for good in done], checksums
 
-    def _read(self, run: _Run, replies: Replies) -> None:
+    def _read(self, run: _Run) -> tuple[list[int], list[bytes]]:
+        """Status and checksum of each block."""
         done = self._vectored(run, run.slab.read, "read of")
-        digests = [
-            checksum(payload) if good else bytes(16)
-            for payload, good in zip(run.payloads, done.tolist(), strict=True)
-        ]
-        checksums = checksums_of(digests)
-        whole = matches(run.pages, run.moves, checksums)
-        replies["status"] = np.where(
-            done, np.where(whole, MoveStatus.OK, MoveStatus.CORRUPT), MoveStatus.IO_ERROR
-        )
-        replies["checksum"] = checksums
-        corrupt = int((done & ~whole).sum())
+        statuses: list[int] = []
+        checksums: list[bytes] = []
+        for at, (row, good) in enumerate(zip(run.rows, done, strict=True)):
+            if not good:
+                statuses.append(MoveStatus.IO_ERROR)
+                checksums.append(bytes(16))
+                continue
+            checksums.append(checksum(run.buffers[2 * at]))
+            found = read_trailer(run.buffers[2 * at + 1])
+            whole = found is not None and found == _trailer(
+                row, run.slab.file.slot_bytes, found.written_ms, checksums[-1], like=found
+            )
+            statuses.append(MoveStatus.OK if whole else MoveStatus.CORRUPT)
+        corrupt = statuses.count(MoveStatus.CORRUPT)
         if corrupt:
             self._notice("corrupt", f"{corrupt} blocks read from {self._directory} are not what was written")
+        return statuses, checksums
 
-    def _vectored(
-        self, run: _Run, call: Callable[[Sequence[memoryview], int], int], what: str
-    ) -> NDArray[np.bool_]:
-        """Moves the run in as few calls as it takes: which of its slots went through in full: [n].
+    def _vectored(self, run: _Run, call: Callable[[Sequence[memoryview], int], int], what: str) -> list[bool]:
+        """Moves the run in as few calls as it takes: which of its slots went through in full.
 
         After an error or a short count the next call begins at the slot that did not end; one that makes no progress
         at all is given up and the rest still tried, so a bad sector costs its own block only.
         """
-        done = np.zeros(len(run.moves), dtype=np.bool_)
         stride = stride_bytes(run.slab.file.slot_bytes)
-        at = 0
-        while at < len(done):
+        done: list[bool] = []
+        while len(done) < len(run.rows):
             try:
-                slots = call(run.buffers[2 * at :], int(run.moves["nvme_offset"][at])) // stride
+                count = call(run.buffers[2 * len(done) :], run.offset + len(done) * stride)
                 reason = "came short"
             except OSError as error:
-                slots, reason = 0, f"failed: {error.strerror}"
-            done[at : at + slots] = True
-            if slots == 0:
+                count, reason = 0, f"failed: {error.strerror}"
+            done += [True] * (count // stride)
+            if count < stride:
                 name = self._directory / run.slab.file.name
                 self._notice(f"{what} {reason}", f"a {what} {name} {reason}")
-                slots = 1
-            at += slots
+                done.append(False)
         return done
 
     def _scratch(self) -> memoryview:
@@ -238,3 +253,21 @@ class NvmeTier:
         if now - self._noticed.get(kind, -_NOTICE_INTERVAL_S) >= _NOTICE_INTERVAL_S:
             self._noticed[kind] = now
             self._notify(text)
+
+
+def _trailer(
+    row: _Row, length: int, written_ms: int, digest: bytes, *, like: Trailer | None = None
+) -> Trailer:
+    """The trailer of a move. What a read does not know for certain, depth and parent, is taken from `like`."""
+    _, _, offset, generation, depth, block_hash, parent, ns_digest = row
+    return Trailer(
+        generation,
+        offset,
+        length,
+        depth if like is None else like.depth,
+        written_ms,
+        block_hash,
+        parent if like is None else like.parent,
+        ns_digest,
+        digest,
+    )

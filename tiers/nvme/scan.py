@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,18 @@ from numpy.typing import NDArray
 from kvstore.layout import touch_key
 from tiers.nvme.index import RECORD
 from tiers.nvme.slab import SlabFile, stride_bytes
-from tiers.nvme.trailer import TRAILER, TRAILER_BYTES, page_bytes, valid_trailers
+from tiers.nvme.trailer import TRAILER_BYTES, Trailer, read_trailer
 
 __all__ = ["keep_known", "scan_slabs"]
 
 _BATCH_SLOTS = 512
 _THREADS = 8  # single pages from all over the disk: its latency is what costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    records: NDArray[np.void]  # RECORD[n]
+    written_ms: NDArray[np.uint64]  # [n]
 
 
 def scan_slabs(directory: Path, slabs: Sequence[SlabFile]) -> NDArray[np.void]:
@@ -34,7 +41,8 @@ def scan_slabs(directory: Path, slabs: Sequence[SlabFile]) -> NDArray[np.void]:
         return np.empty(0, dtype=RECORD)
     with ThreadPoolExecutor(_THREADS) as pool:
         found = list(pool.map(lambda job: _scan_batch(directory, *job), jobs))
-    return _newest(np.concatenate([records for records, _ in found]), np.concatenate([at for _, at in found]))
+    records = np.concatenate([part.records for part in found])
+    return _newest(records, np.concatenate([part.written_ms for part in found]))
 
 
 def keep_known(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[np.void]:
@@ -49,43 +57,47 @@ def keep_known(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[
     return records[known]
 
 
-def _scan_batch(directory: Path, file: SlabFile, first: int) -> tuple[NDArray[np.void], NDArray[np.uint64]]:
-    """RECORD[n] and the time each was written, of up to 512 slots from `first`."""
-    count = min(_BATCH_SLOTS, file.slots - first)
-    stride = stride_bytes(file.slot_bytes)
-    pages = np.zeros(count, dtype=TRAILER)
-    raw = page_bytes(pages)
+def _scan_batch(directory: Path, file: SlabFile, first: int) -> _Found:
+    """The blocks of up to 512 slots from `first`."""
+    slots: list[int] = []
+    trailers: list[Trailer] = []
     try:
         fd = os.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return np.empty(0, dtype=RECORD), np.empty(0, dtype=np.uint64)
+        return _found(file, slots, trailers)
+    stride = stride_bytes(file.slot_bytes)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        for i in range(count):
-            page = raw[i * TRAILER_BYTES : (i + 1) * TRAILER_BYTES]
-            _read_page(fd, page, (first + i) * stride + file.slot_bytes)
+        for slot in range(first, min(first + _BATCH_SLOTS, file.slots)):
+            trailer = _read(fd, slot * stride + file.slot_bytes)
+            if trailer is not None and trailer.offset == slot * stride and trailer.length == file.slot_bytes:
+                slots.append(slot)
+                trailers.append(trailer)
     finally:
         os.close(fd)
-    offsets = (np.arange(first, first + count, dtype=np.uint64)) * np.uint64(stride)
-    good = valid_trailers(pages) & (pages["offset"] == offsets) & (pages["length"] == file.slot_bytes)
-    slots = np.flatnonzero(good)
-    records = np.zeros(len(slots), dtype=RECORD)
-    for name in ("generation", "length", "depth", "hash", "parent", "ns_digest"):
-        records[name] = pages[name][slots]
-    records["slab"] = file.number
-    records["slot"] = first + slots
-    written = pages["written_ms"][slots].astype(np.uint64)
-    keys = touch_key(0, records["depth"])
-    records["touch"] = keys | written << np.uint64(20)
-    return records, written
+    return _found(file, slots, trailers)
 
 
-def _read_page(fd: int, page: memoryview, offset: int) -> None:
-    """Reads one trailer; one that cannot be read is left zero, which is no trailer."""
+def _read(fd: int, offset: int) -> Trailer | None:
+    """The trailer at `offset`; one that cannot be read is none."""
     try:
-        os.preadv(fd, [page], offset)
+        page = os.pread(fd, TRAILER_BYTES, offset)
     except OSError:
-        page[:] = bytes(len(page))
+        return None
+    return read_trailer(memoryview(page)) if len(page) == TRAILER_BYTES else None
+
+
+def _found(file: SlabFile, slots: list[int], trailers: list[Trailer]) -> _Found:
+    records = np.zeros(len(slots), dtype=RECORD)
+    records["slab"], records["slot"], records["length"] = file.number, slots, file.slot_bytes
+    records["generation"] = [trailer.generation for trailer in trailers]
+    records["depth"] = [trailer.depth for trailer in trailers]
+    for name in ("hash", "parent", "ns_digest"):
+        packed = b"".join(getattr(trailer, name) for trailer in trailers)
+        records[name] = np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
+    written_ms = np.array([trailer.written_ms for trailer in trailers], dtype=np.uint64)
+    records["touch"] = touch_key(0, records["depth"]) | written_ms << np.uint64(20)
+    return _Found(records=records, written_ms=written_ms)
 
 
 def _newest(records: NDArray[np.void], written_ms: NDArray[np.uint64]) -> NDArray[np.void]:

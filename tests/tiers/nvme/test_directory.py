@@ -1,0 +1,174 @@
+"""The directory of a path: who may use it, what fits in it, what is kept beside the slabs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import AlreadyExists, ConfigError, InvalidArgument
+from kvstore.units import GIB, MIB
+from tests.tiers.harness import SLOT_BYTES
+from tiers.nvme.directory import NvmeDirectory, check_room, default_map_bytes, plan
+from tiers.nvme.namespaces import NamespaceFile
+from tiers.nvme.probe import probe_threads
+from tiers.nvme.slab import open_slab
+
+
+def test_a_directory_is_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    directory = NvmeDirectory.open(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert (path / "lock").stat().st_mode & 0o777 == 0o600
+    directory.close()
+    path.chmod(0o755)
+    NvmeDirectory.open(path).close()
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_daemons_never_have_one_directory(tmp_path: Path) -> None:
+    """Two daemons on one directory wrote over each other's blocks."""
+    path = tmp_path / "d"
+    first = NvmeDirectory.open(path)
+    with pytest.raises(AlreadyExists, match=rf"{path} is in use .*pid {os.getpid()}"):
+        NvmeDirectory.open(path)
+    first.close()
+    NvmeDirectory.open(path).close()
+
+
+def test_the_lock_goes_with_the_process(tmp_path: Path) -> None:
+    """A lock file left by a daemon that was killed kept the next one from starting."""
+    script = (
+        "import sys, os\nfrom tiers.nvme.directory import NvmeDirectory\n"
+        "d = NvmeDirectory.open(sys.argv[1])\nos.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "d")], timeout=30, check=False)
+    NvmeDirectory.open(tmp_path / "d").close()
+
+
+def test_somebodys_files_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files"):
+        NvmeDirectory.open(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "thesis.txt"]
+
+
+def test_a_path_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="cannot use"):
+        NvmeDirectory.open(tmp_path / "file" / "d")
+
+
+def test_secret_is_made_once_and_private(tmp_path: Path) -> None:
+    directory = NvmeDirectory.open(tmp_path / "d")
+    secret = directory.secret()
+    assert len(secret) == 32
+    assert directory.secret() == secret
+    assert (tmp_path / "d" / "secret").stat().st_mode & 0o777 == 0o600
+    directory.close()
+    again = NvmeDirectory.open(tmp_path / "d")
+    assert again.secret() == secret
+    (tmp_path / "d" / "secret").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="damaged"):
+        again.secret()
+    again.close()
+
+
+def test_slab_numbers_are_never_those_that_exist(tmp_path: Path) -> None:
+    directory = NvmeDirectory.open(tmp_path / "d")
+    assert directory.new_slab_number() == 1
+    open_slab(directory.path, 41, MIB, SLOT_BYTES).close()
+    directory.close()
+    again = NvmeDirectory.open(tmp_path / "d")
+    assert [again.new_slab_number(), again.new_slab_number()] == [42, 43]
+    assert [file.number for file in again.slabs()] == [41]
+    again.close()
+
+
+@pytest.mark.parametrize("capacity", [64 * MIB, 100 * MIB, GIB, 100 * GIB + 12345])
+@pytest.mark.parametrize("extent", [MIB, 64 * MIB, 256 * MIB])
+def test_a_plan_stays_within_the_capacity(capacity: int, extent: int) -> None:
+    """The disk tier grew past what was configured and filled the disk."""
+    made = plan(capacity, extent, default_map_bytes(capacity))
+    used = made.slabs * made.slab_bytes + made.map_bytes
+    assert made.slabs >= 1
+    assert capacity - made.slab_bytes < used <= capacity
+    assert made.slab_bytes % 4096 == 0
+
+
+def test_a_capacity_too_small_is_said() -> None:
+    with pytest.raises(ConfigError, match="8MiB is too little"):
+        plan(8 * MIB, 64 * MIB, default_map_bytes(8 * MIB))
+
+
+def test_a_disk_without_room_is_said(tmp_path: Path) -> None:
+    enough = plan(64 * MIB, 16 * MIB, 8 * MIB)
+    check_room(tmp_path, enough, [])
+    with pytest.raises(ConfigError, match="is configured"):
+        check_room(tmp_path, plan(1 << 50, 256 * MIB, 8 * MIB), [])
+
+
+def test_what_exists_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart on a disk that its own slabs had filled was refused for lack of space."""
+    open_slab(tmp_path, 1, 16 * MIB, SLOT_BYTES).close()
+    directory = NvmeDirectory(tmp_path, -1)
+
+    class Full:
+        f_bavail = 0
+        f_frsize = 4096
+
+    monkeypatch.setattr("tiers.nvme.directory.os.statvfs", lambda path: Full)
+    wanted = plan(16 * MIB + 8 * MIB, 16 * MIB, 8 * MIB)
+    with pytest.raises(ConfigError):
+        check_room(tmp_path, wanted, [])
+    Full.f_bavail = 2048
+    check_room(tmp_path, wanted, directory.slabs())
+
+
+def test_namespaces_come_back(tmp_path: Path) -> None:
+    names = NamespaceFile(tmp_path)
+    first, second = b"1" * 32, b"2" * 32
+    names.add(first, {"model": b"m", "salt": b"\x00\xff" * 9})
+    names.add(first, {"model": b"m"})
+    names.add(second, {})
+    names.close()
+    again = NamespaceFile(tmp_path)
+    assert again.load() == {first: {"model": b"m", "salt": b"\x00\xff" * 9}, second: {}}
+    with pytest.raises(InvalidArgument):
+        again.add(b"short", {})
+    again.close()
+    assert (tmp_path / "namespaces").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("cut", [1, 10, 30])
+def test_a_torn_record_is_dropped_and_the_next_is_kept(tmp_path: Path, cut: int) -> None:
+    names = NamespaceFile(tmp_path)
+    names.add(b"1" * 32, {"model": b"a"})
+    names.add(b"2" * 32, {"model": b"b"})
+    names.close()
+    file = tmp_path / "namespaces"
+    os.truncate(file, file.stat().st_size - cut)
+    again = NamespaceFile(tmp_path)
+    assert list(again.load()) == [b"1" * 32]
+    again.add(b"3" * 32, {"model": b"c"})
+    again.close()
+    last = NamespaceFile(tmp_path)
+    assert list(last.load()) == [b"1" * 32, b"3" * 32]
+    last.close()
+
+
+def test_threads_are_probed_once(tmp_path: Path) -> None:
+    threads = probe_threads(tmp_path)
+    assert 1 <= threads <= 16
+    (tmp_path / "threads").write_text("6\n")
+    assert probe_threads(tmp_path) == 6
+    (tmp_path / "threads").write_text("nonsense")
+    assert 1 <= probe_threads(tmp_path) <= 16
+    assert [entry.name for entry in tmp_path.iterdir()] == ["threads"]
+
+
+def test_a_disk_that_cannot_be_probed_has_a_default(tmp_path: Path) -> None:
+    assert probe_threads(tmp_path / "missing") == 4

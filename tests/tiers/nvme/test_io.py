@@ -1,0 +1,255 @@
+"""Damage on the disk, and what the NVMe tier makes of it: never a wrong byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import InvalidArgument
+from kvstore.moves import MoveStatus
+from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, STRIDE, Harness
+from tiers.nvme import slab as slab_module
+from tiers.nvme.io import NvmeTier
+from tiers.nvme.slab import Slab, SlabFile, list_slabs, open_slab
+from tiers.nvme.trailer import Trailer, read_trailer, write_trailer
+
+SLOT = 6  # the slot that is damaged; 5 and 7 are its neighbours
+
+
+@pytest.fixture
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def tier(harness: Harness, tmp_path: Path, notices: list[str]) -> NvmeTier:
+    made = NvmeTier(tmp_path, harness.memory, notify=notices.append)
+    made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    return made
+
+
+def the_slab(directory: Path) -> Path:
+    return directory / SlabFile(number=1, slot_bytes=SLOT_BYTES, nbytes=SLABS).name
+
+
+def overwrite(directory: Path, offset: int, data: bytes) -> None:
+    with the_slab(directory).open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def flip(directory: Path, offset: int) -> None:
+    with the_slab(directory).open("rb") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+    overwrite(directory, offset, bytes([byte ^ 0x10]))
+
+
+def torn(directory: Path) -> None:
+    """The second half of the payload is that of the block before."""
+    overwrite(directory, SLOT * STRIDE + SLOT_BYTES // 2, bytes(SLOT_BYTES // 2))
+
+
+def swapped(directory: Path) -> None:
+    """The whole slot, trailer and all, holds what belongs to another slot (a misdirected write)."""
+    with the_slab(directory).open("rb") as file:
+        file.seek(5 * STRIDE)
+        data = file.read(STRIDE)
+    overwrite(directory, SLOT * STRIDE, data)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "first payload bit": lambda directory: flip(directory, SLOT * STRIDE),
+    "last payload bit": lambda directory: flip(directory, SLOT * STRIDE + SLOT_BYTES - 1),
+    "torn write": torn,
+    "zeroed trailer": lambda directory: overwrite(directory, SLOT * STRIDE + SLOT_BYTES, bytes(4096)),
+    "zeroed slot": lambda directory: overwrite(directory, SLOT * STRIDE, bytes(STRIDE)),
+    "misdirected write": swapped,
+    **{
+        f"trailer byte {at}": lambda directory, at=at: flip(directory, SLOT * STRIDE + SLOT_BYTES + at)  # type: ignore[misc]
+        for at in range(0, 112, 7)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_block_is_corrupt_and_its_neighbours_are_served(
+    tier: NvmeTier, harness: Harness, tmp_path: Path, notices: list[str], damage: Callable[[Path], None]
+) -> None:
+    """A block whose bytes had changed on the disk was served."""
+    expected = [harness.fill(slot) for slot in (5, SLOT, 7)]
+    tier.transfer(harness.moves_for([5, SLOT, 7]))
+    damage(tmp_path)
+    replies = tier.transfer(harness.moves_back([5, SLOT, 7]))
+    assert replies["status"].tolist() == [MoveStatus.OK, MoveStatus.CORRUPT, MoveStatus.OK]
+    assert np.array_equal(harness.bytes[5 + 32], expected[0])
+    assert np.array_equal(harness.bytes[7 + 32], expected[2])
+    assert len(notices) == 1
+
+
+def test_a_truncated_slab_is_an_error_and_what_is_left_is_served(
+    tier: NvmeTier, harness: Harness, tmp_path: Path, notices: list[str]
+) -> None:
+    harness.fill(0)
+    tier.transfer(harness.moves_for([0, 1, 2, 3]))
+    os.truncate(the_slab(tmp_path), 2 * STRIDE + 4096)
+    replies = tier.transfer(harness.moves_back([0, 1, 2, 3]))
+    assert replies["status"].tolist() == [0, 0, MoveStatus.IO_ERROR, MoveStatus.IO_ERROR]
+    assert [text for text in notices if "came short" in text]
+
+
+def test_a_truncated_slab_is_whole_again_after_reopening_and_its_blocks_are_not(
+    tier: NvmeTier, harness: Harness, tmp_path: Path
+) -> None:
+    tier.transfer(harness.moves_for([0, 1, 2, 3]))
+    tier.close()
+    os.truncate(the_slab(tmp_path), 2 * STRIDE + 4096)
+    tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    corrupt = MoveStatus.CORRUPT
+    assert tier.transfer(harness.moves_back([0, 1, 2, 3]))["status"].tolist() == [0, 0, corrupt, corrupt]
+    assert tier.transfer(harness.moves_for([3]))["status"].tolist() == [MoveStatus.OK]
+    assert the_slab(tmp_path).stat().st_size == SLABS
+
+
+def failing(
+    call: str, bad_slot: int, error: OSError | None
+) -> Callable[[Slab, Sequence[memoryview], int], int]:
+    """A read or write that ends at the bad slot as a medium does: short first, then with `error`, or always short."""
+    real = getattr(Slab, call)
+
+    def run(slab: Slab, buffers: Sequence[memoryview], offset: int) -> int:
+        good = max(0, bad_slot - offset // STRIDE) if offset // STRIDE <= bad_slot else len(buffers)
+        if good == 0:
+            if error is not None:
+                raise error
+            return 100
+        return int(real(slab, buffers[: 2 * good], offset))
+
+    return run
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), None], ids=["EIO", "short"])
+def test_a_bad_sector_costs_its_own_block_only(
+    tier: NvmeTier,
+    harness: Harness,
+    notices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: OSError | None,
+) -> None:
+    """One bad sector failed a whole batch, or every block of the disk."""
+    if call == "read":
+        tier.transfer(harness.moves_for(list(range(10))))
+    monkeypatch.setattr(Slab, call, failing(call, 4, error))
+    moves = harness.moves_back if call == "read" else harness.moves_for
+    for _ in range(3):
+        replies = tier.transfer(moves(list(range(10))))
+        assert replies["status"].tolist() == [0, 0, 0, 0, MoveStatus.IO_ERROR, 0, 0, 0, 0, 0]
+    assert len(notices) == 1  # three times the same, said once
+    assert "Input/output error" in notices[0] if error else "came short" in notices[0]
+
+
+def test_adjacent_slots_are_one_call(
+    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = Slab.write
+
+    def counted(slab: Slab, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return real(slab, buffers, offset)
+
+    monkeypatch.setattr(Slab, "write", counted)
+    tier.transfer(harness.write([9, 3, 4, 5, 20, 21], [12, 10, 11, 40, 41, 60]))
+    assert sorted(calls) == [2, 4, 6]
+
+
+def test_a_file_system_without_o_direct_is_used_and_said(
+    harness: Harness, tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that refuses O_DIRECT the tier did not start."""
+    real = os.open
+
+    def refusing(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(slab_module.os, "open", refusing)
+    tier = NvmeTier(tmp_path, harness.memory, notify=notices.append)
+    tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    assert not tier.direct
+    assert len(notices) == 1
+    assert "refuses O_DIRECT" in notices[0]
+    expected = harness.fill(0)
+    tier.transfer(harness.moves_for([0]))
+    tier.sync()
+    assert tier.transfer(harness.moves_back([0]))["status"].tolist() == [MoveStatus.OK]
+    assert np.array_equal(harness.bytes[32], expected)
+
+
+def test_a_file_system_that_refuses_only_the_read_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module, "_reads_direct", lambda fd: False)
+    assert not open_slab(tmp_path, 1, SLABS, SLOT_BYTES).direct
+
+
+def test_a_crash_while_a_slab_is_made_leaves_none(tmp_path: Path) -> None:
+    (tmp_path / "slab-3-16384.kv.new").write_bytes(bytes(4096))
+    (tmp_path / "slab-x-1.kv").write_bytes(b"")
+    slab = open_slab(tmp_path, 2, SLABS, SLOT_BYTES)
+    slab.close()
+    assert list_slabs(tmp_path) == [SlabFile(number=2, slot_bytes=SLOT_BYTES, nbytes=SLABS)]
+    assert not (tmp_path / "slab-3-16384.kv.new").exists()
+
+
+def test_slabs_are_private_and_allocated_in_full(tier: NvmeTier, tmp_path: Path) -> None:
+    status = the_slab(tmp_path).stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_blocks * 512 >= SLABS
+
+
+@pytest.mark.parametrize(
+    "nbytes, slot_bytes", [(SLABS, 100), (SLABS, 0), (SLABS + 1, SLOT_BYTES), (8192, 8192)]
+)
+def test_a_slab_that_cannot_be_is_refused(tmp_path: Path, nbytes: int, slot_bytes: int) -> None:
+    with pytest.raises(InvalidArgument):
+        open_slab(tmp_path, 1, nbytes, slot_bytes)
+
+
+def test_a_failed_sync_is_tried_again(
+    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an fdatasync that failed the next one said that all was well."""
+    tier.transfer(harness.moves_for([0]))
+    calls: list[int] = []
+
+    def fail(fd: int) -> None:
+        calls.append(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(slab_module.os, "fdatasync", fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            tier.sync()
+    monkeypatch.undo()
+    tier.sync()
+    assert len(calls) == 2
+
+
+def test_a_trailer_of_another_version_is_none() -> None:
+    page = memoryview(bytearray(4096))
+    trailer = Trailer(1, 0, SLOT_BYTES, 3, 4, b"h" * 16, b"p" * 16, b"n" * 16, b"c" * 16)
+    write_trailer(page, trailer)
+    assert read_trailer(page) == trailer
+    page[8] += 1
+    assert read_trailer(page) is None
+    assert read_trailer(memoryview(bytes(4096))) is None

@@ -1,0 +1,91 @@
+"""What each decorator adds; that it keeps the contract is tests/tiers/test_storage_contract.py."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvstore.moves import MoveStatus
+from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
+from tiers.decorators import FaultyStorage, MeasuredStorage, StorageCounts, ThrottledStorage
+from tiers.memory import MemoryStorage
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= 1.0
+        self.now_s += seconds
+
+
+@pytest.fixture
+def inner(harness: Harness) -> MemoryStorage:
+    made = MemoryStorage(harness.memory, capacity_bytes=SLABS)
+    made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    return made
+
+
+def test_throttle_holds_writes_to_the_rate_and_reads_not(inner: MemoryStorage, harness: Harness) -> None:
+    clock = Clock()
+    throttled = ThrottledStorage(inner, write_bytes_per_s=SLOT_BYTES, clock=clock, sleep=clock.sleep)
+    for slot in range(11):
+        throttled.transfer(harness.moves_for([slot]))
+    assert clock.now_s == pytest.approx(110.0)
+    throttled.transfer(harness.moves_back(list(range(11))))
+    assert clock.now_s == pytest.approx(110.0)
+
+
+def test_throttle_lets_a_write_larger_than_the_bucket_through(inner: MemoryStorage, harness: Harness) -> None:
+    """A block larger than one second of the rate waited for ever."""
+    clock = Clock()
+    throttled = ThrottledStorage(inner, write_bytes_per_s=SLOT_BYTES // 4, clock=clock, sleep=clock.sleep)
+    for slot in range(3):
+        assert throttled.transfer(harness.moves_for([slot]))["status"].tolist() == [MoveStatus.OK]
+    assert clock.now_s == pytest.approx(108.0)
+
+
+def test_counts_are_of_what_went_through(inner: MemoryStorage, harness: Harness) -> None:
+    clock = Clock()
+
+    def first_two_fail(moves: NDArray[np.void]) -> NDArray[np.uint32]:
+        clock.now_s += 0.25
+        return np.where(moves["nvme_slot"] < 2, MoveStatus.IO_ERROR, MoveStatus.OK).astype(np.uint32)
+
+    measured = MeasuredStorage(FaultyStorage(inner, decide=first_two_fail), clock=clock)
+    measured.transfer(harness.moves_for([0, 1, 2, 3, 4]))
+    measured.transfer(np.concatenate([harness.moves_back([3, 4]), harness.read([5], [30])]))
+    measured.sync()
+    assert measured.counts() == StorageCounts(
+        read_blocks=2,
+        read_bytes=2 * SLOT_BYTES,
+        written_blocks=3,
+        written_bytes=3 * SLOT_BYTES,
+        corrupt_blocks=1,
+        failed_blocks=2,
+        syncs=1,
+        busy_s=0.5,
+    )
+
+
+def test_faults_leave_the_tier_untouched(inner: MemoryStorage, harness: Harness) -> None:
+    def fail(moves: NDArray[np.void]) -> NDArray[np.uint32]:
+        return np.full(len(moves), MoveStatus.IO_ERROR, dtype=np.uint32)
+
+    def no_sync() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    faulty = FaultyStorage(inner, decide=fail, before_sync=no_sync)
+    assert faulty.transfer(harness.moves_for([0]))["status"].tolist() == [MoveStatus.IO_ERROR]
+    assert inner.transfer(harness.moves_back([0]))["status"].tolist() == [MoveStatus.CORRUPT]
+    with pytest.raises(OSError, match="Input/output"):
+        faulty.sync()

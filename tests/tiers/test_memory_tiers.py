@@ -1,0 +1,208 @@
+"""The contract of MemoryTier, run by DRAM and the HBM twin; seals; what happens when memory is short."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from tiers import memfd
+from tiers.dram import DramTier
+from tiers.memfd import MemfdTier, create_memfd
+from tiers.twin import TwinTier
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["dram", "dram-huge", "twin"])
+def tier(request: pytest.FixtureRequest) -> Iterator[MemfdTier]:
+    made: MemfdTier
+    match request.param:
+        case "dram":
+            made = DramTier()
+        case "dram-huge":
+            made = DramTier(huge_pages=True)
+        case _:
+            made = TwinTier(64 * MIB)
+    yield made
+    made.close()
+
+
+def test_a_new_extent_is_zeros_and_writable(tier: MemfdTier) -> None:
+    tier.create(2, MIB)
+    view = np.frombuffer(tier.view(2), dtype=np.uint8)
+    assert not view.any()
+    view[:] = 7
+    assert tier.view(2)[MIB - 1] == 7
+
+
+def test_two_processes_views_are_one_memory(tier: MemfdTier) -> None:
+    fd = tier.create(0, MIB)
+    other = DramTier()
+    other.adopt(5, os.dup(fd), MIB)
+    other.view(5)[100] = 9
+    assert tier.view(0)[100] == 9
+    other.close()
+    assert tier.view(0)[100] == 9
+
+
+def test_addresses_are_where_the_bytes_are(tier: MemfdTier) -> None:
+    tier.create(1, MIB)
+    tier.create(200, MIB)
+    extents = np.array([200, 1, 200], dtype=np.uint16)
+    offsets = np.array([0, 4096, 8192], dtype=np.uint64)
+    addresses = tier.addresses(extents, offsets)
+    for extent, offset, address in zip(extents.tolist(), offsets.tolist(), addresses.tolist(), strict=True):
+        tier.view(extent)[offset] = 200 + offset // 4096
+        assert ctypes.c_ubyte.from_address(address).value == 200 + offset // 4096
+    assert len(tier.addresses(extents[:0], offsets[:0])) == 0
+    for missing in (7, 60000):
+        with pytest.raises(NotFound):
+            tier.addresses(np.array([1, missing], dtype=np.uint16), offsets[:2])
+
+
+def test_drop_forgets_and_the_number_can_come_again(tier: MemfdTier) -> None:
+    fd = tier.create(1, MIB)
+    tier.view(1)[0] = 5
+    with pytest.raises(AlreadyExists):
+        tier.create(1, MIB)
+    tier.drop(1)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    for use in (tier.view, tier.drop, tier.descriptor, tier.address):
+        with pytest.raises(NotFound):
+            use(1)
+    tier.create(1, MIB)
+    assert tier.view(1)[0] == 0
+
+
+def test_nobody_can_resize_an_extent(tier: MemfdTier) -> None:
+    """A client that cut an extent short killed the daemon with SIGBUS."""
+    fd = tier.create(0, MIB)
+    for nbytes in (0, 4096, 2 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def _bad_memfd(kind: str) -> int:
+    if kind == "file":
+        return os.open("/dev/null", os.O_RDWR)
+    if kind == "short":
+        return create_memfd("t", MIB // 2)
+    fd = os.memfd_create("t", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    if kind == "sparse":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+@pytest.mark.parametrize("kind", ["file", "short", "unsealed", "sparse"])
+def test_memory_that_could_raise_sigbus_is_not_adopted(tier: MemfdTier, kind: str) -> None:
+    """A worker's extent that was sparse or not sealed could kill whoever touched it."""
+    fd = _bad_memfd(kind)
+    with pytest.raises(InvalidArgument):
+        tier.adopt(0, fd, MIB)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    assert tier.extents() == {}
+
+
+@pytest.mark.parametrize("nbytes", [0, -4096, 100])
+def test_an_extent_is_whole_pages(tier: MemfdTier, nbytes: int) -> None:
+    with pytest.raises(InvalidArgument):
+        tier.create(0, nbytes)
+
+
+def test_more_than_there_is_is_a_clean_error(tier: MemfdTier) -> None:
+    """An extent larger than memory was made sparse and killed the daemon when it was filled."""
+    with pytest.raises(ResourceExhausted, match="not enough memory"):
+        tier.create(0, 1 << 50)
+    assert tier.extents() == {}
+
+
+def test_memory_that_ends_while_it_is_taken_is_a_clean_error() -> None:
+    """SIGBUS came when memory was short at the first touch instead of an error when it was asked for."""
+    script = """
+import resource
+from kvstore.errors import ResourceExhausted
+from tiers.dram import DramTier
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+tier = DramTier()
+try:
+    tier.create(0, 1 << 22)
+except ResourceExhausted as error:
+    print(error)
+tier.create(0, 1 << 20)
+tier.view(0)[:] = bytes(1 << 20)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "not enough memory for 4MiB" in done.stdout
+
+
+def test_the_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200000\nactive_file 100000\n")
+    monkeypatch.setattr(memfd, "_CGROUPS", ((tmp_path, "memory.max", "memory.current"),))
+    assert memfd.available_memory_bytes() == 400000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memfd.available_memory_bytes() > 400000
+
+
+def test_descriptors_and_memory_do_not_leak(tier: MemfdTier) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(50):
+        tier.create(0, MIB)
+        tier.populate(0)
+        tier.drop(0)
+    assert count() == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+
+
+def test_twin_extents_lie_back_to_back() -> None:
+    """A device's pages must be one strided array, or attention needs a pointer a page."""
+    twin = TwinTier(16 * MIB)
+    for extent in (4, 2, 9):
+        twin.create(extent, 2 * MIB)
+    assert [twin.offset(extent) for extent in (4, 2, 9)] == [0, 2 * MIB, 4 * MIB]
+    assert twin.address(9) == twin.base + 4 * MIB
+    twin.drop(2)
+    twin.create(1, MIB)
+    twin.create(3, MIB)
+    assert [twin.offset(1), twin.offset(3)] == [2 * MIB, 3 * MIB]
+    twin.create(6, 10 * MIB)
+    with pytest.raises(ResourceExhausted, match="no room"):
+        twin.create(7, 4096)
+    with pytest.raises(NotFound):
+        twin.offset(7)
+    twin.close()
+
+
+def test_a_dropped_twin_extent_cannot_be_touched() -> None:
+    """A late copy into a dropped extent wrote into whatever was mapped there next."""
+    script = """
+import ctypes
+from tiers.twin import TwinTier
+twin = TwinTier(1 << 22)
+twin.create(0, 1 << 20)
+address = twin.address(0)
+twin.drop(0)
+ctypes.memset(address, 1, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
+    assert done.returncode == -11
