@@ -20,6 +20,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.faults import fault
+
 __all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier"]
 
 _LOG = logging.getLogger("kvstore.copier")
@@ -147,11 +149,13 @@ class TwinCopier:
         sources, targets = batch.sources[begin:end].tolist(), batch.targets[begin:end].tolist()
         for source, target in zip(sources, targets, strict=True):
             memmove(target, source, nbytes)
+            fault("copy.block")
 
     def _finish(self, batch: CopyBatch) -> None:
         with self._lock:
             self._waiting[batch.direction] -= len(batch.sources)
             self._copied[batch.direction] += len(batch.sources)
+        fault("copy.done")
         try:
             batch.done()
         except Exception:  # noqa: BLE001 (a thread's boundary: one callback must not end all later copies)

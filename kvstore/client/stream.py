@@ -20,6 +20,7 @@ from kvstore.client.grant import given
 from kvstore.client.rpc import Rpc, error_of
 from kvstore.client.state import SessionState
 from kvstore.errors import KvstoreError, NotFound, Unauthenticated
+from kvstore.faults import fault
 from kvstore.wire.packed import u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -128,6 +129,7 @@ class Stream:
                 came = True
                 self._ensure_mapped(message)
                 self._state.apply(message)
+                fault("client.applied")
         except grpc.RpcError as error:
             if not self._stopping.is_set():
                 _LOG.info("the stream ended: %s", error_of(error))
@@ -139,6 +141,7 @@ class Stream:
 
     def _requests(self, number: int) -> Iterator[pb.ClientMessage]:
         while (message := self._state.next_message(number)) is not None:
+            fault("client.composed")
             yield message
 
     def _ensure_mapped(self, message: pb.ServerMessage) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import RequestId
 from engine_adapter.copier import Copier, CopyBatch, Direction, TwinCopier
-from kvstore.client import DeviceSpec, connect
+from kvstore.client import Client, DeviceSpec, Session, connect
+from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.identity import HashChain
 from tests.support.blocks import block_bytes, describes_itself, expected, private_bytes
@@ -271,6 +272,19 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _attach(client: Client, name: str, shape: Geometry, device: DeviceSpec) -> Session:
+    """Attaches; asks again while the daemon is being restarted."""
+    until = time.monotonic() + 30.0
+    while True:
+        try:
+            return client.attach(name, shape, device)
+        except KvstoreError as error:
+            if time.monotonic() > until:
+                raise
+            say("refused", error=str(error))
+            time.sleep(0.1)
+
+
 def main() -> int:
     """Runs until the time is over or SIGTERM."""
     options = _arguments()
@@ -279,7 +293,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
     client = connect(options.socket, timeout_s=10.0)
     device = DeviceSpec(hbm_bytes=options.hbm_bytes, index=options.device)
-    session = client.attach(options.name, geometry(options.slot_kib), device)
+    session = _attach(client, options.name, geometry(options.slot_kib), device)
     copier = CheckingCopier(TwinCopier(), counts)
     blocks = KvstoreBlockManager(session, PARTS, copier, patience_s=2.0)
     workload = Workload(

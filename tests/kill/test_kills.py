@@ -1,0 +1,265 @@
+"""Kills every process of a loaded service, at named fault points and at random, and lets the oracle judge.
+
+$KVSTORE_TEST_KILLS sets how many (default 180), $KVSTORE_TEST_SEED which ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import KvstoreError
+from kvstore.units import MIB
+from tests.kill.harness import HANG_S, Load, WorkerSpec, planned_service
+from tests.support.daemon import Service, small_config, wait_for
+
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "180"))
+SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
+KILLS_A_ROUND = 18
+
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(600)]
+
+DAEMON_POINTS = [
+    "acquire.held",
+    "acquire.reserved",
+    "commit.done",
+    "commit.lmdb",
+    "complete.link",
+    "complete.row",
+    "complete.slot",
+    "dead.freed",
+    "extent.assigned",
+    "fills.rows",
+    "grant.commit",
+    "grant.sent",
+    "hello.stored",
+    "let_go.done",
+    "let_go.fills",
+    "link.rows",
+    "link.slots",
+    "loads.begin",
+    "move.reply",
+    "promotions.unlinked",
+    "read.done",
+    "read.sealed",
+    "resume.freed",
+    "rows.columns",
+    "rows.filling",
+    "rows.free",
+    "rows.index",
+    "rows.sealed",
+    "rows.unindexed",
+    "seal.begin",
+    "seal.commit",
+    "slots.filling",
+    "slots.free",
+    "slots.held",
+    "slots.hold",
+    "stores.begin",
+    "write.done",
+]
+RECOVERY_POINTS = ["recover.sessions", "recover.pointers", "recover.rows", "recover.index", "recover.slots"]
+MOVER_POINTS = ["move.start", "move.done", "mover.sync"]
+WORKER_POINTS = ["client.applied", "client.composed", "copy.block", "copy.done"]
+SPECS = (WorkerSpec(), WorkerSpec(), WorkerSpec(device=1, slot_kib=32, family=2))
+
+
+class Round:
+    """One service, its workers, and the kills that it survives."""
+
+    def __init__(self, service: Service, lives: Path, rng: random.Random) -> None:
+        self.service = service
+        self.kills = 0
+        self._lives = lives
+        self._rng = rng
+        self._life = 1
+        self._loads = [self._start(spec) for spec in SPECS]
+        self._gone: list[Load] = []
+        self.all_loads: list[Load] = list(self._loads)
+
+    def _start(self, spec: WorkerSpec) -> Load:
+        return Load(self.service.socket, spec, self._rng.randrange(1 << 30))
+
+    def begin(self) -> None:
+        for load in self._loads:
+            load.await_progress()
+
+    def kill_worker(self, fault: str = "") -> None:
+        """SIGKILL of a worker, or its own at a fault point; another takes its place."""
+        at = self._rng.randrange(len(self._loads))
+        load = self._loads[at]
+        if fault:
+            load.stop()
+            load = self._replace(at, fault)
+            wait_for(f"the death of {load.name} at {fault}", lambda: not load.running, HANG_S)
+            load.check()
+        else:
+            load.check()
+            load.kill()
+        self.kills += 1
+        self._replace(at, "").await_progress()
+
+    def _replace(self, at: int, fault: str) -> Load:
+        self._gone.append(self._loads[at])
+        spec = SPECS[at]
+        spec = WorkerSpec(device=spec.device, slot_kib=spec.slot_kib, family=spec.family, fault=fault)
+        self._loads[at] = self._start(spec)
+        self.all_loads.append(self._loads[at])
+        return self._loads[at]
+
+    def kill_daemon(self) -> None:
+        """SIGKILL of the daemon; one that dies of its fault first is counted by its lives."""
+        time.sleep(self._rng.random())
+        wait_for("a daemon to kill", self._kill_this_life, HANG_S)
+        self.await_daemon(self._life + 1)
+
+    def _kill_this_life(self) -> bool:
+        if self.lives() == self._life:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.service.daemon_pid, signal.SIGKILL)
+        return True
+
+    def await_fault(self, fault: str) -> None:
+        """The daemon dies of the fault of this life, or is killed where the load does not pass that point."""
+        until = time.monotonic() + 6.0
+        while time.monotonic() < until and self.lives() <= self._life:
+            time.sleep(0.05)
+        if self.lives() <= self._life:
+            self.kill_daemon()
+        else:
+            self.await_daemon(self._life + 1)
+
+    def await_daemon(self, life: int) -> None:
+        """Returns when a daemon of this or a later life is ready and all workers go on."""
+        wait_for(f"life {life}", lambda: self.lives() >= life, HANG_S)
+        wait_for("a ready daemon", lambda: self.service.stats().ready, HANG_S)
+        self._life = max(life, self.lives())
+        for load in self._loads:
+            load.await_progress()
+
+    def lives(self) -> int:
+        return len(self._lives.read_text().splitlines())
+
+    def kill_mover(self) -> None:
+        pids = wait_for("a mover", self.service.mover_pids, HANG_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGKILL)
+        self.kills += 1
+        wait_for("another mover", lambda: set(self.service.mover_pids()) - set(pids), HANG_S)
+
+    def kill_keeper(self) -> None:
+        before = self.service.keeper_pid
+        os.kill(before, signal.SIGKILL)
+        self.kills += 1
+        wait_for("another keeper", lambda: self.service.keeper_pid not in (0, before), HANG_S)
+        time.sleep(0.5)  # it has every descriptor again
+        self.check()
+
+    def stop_worker(self) -> None:
+        """SIGSTOP past every time-out, while others use the same pages; not counted as a kill."""
+        load = self._loads[0]
+        load.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        load.process.send_signal(signal.SIGCONT)
+        load.await_progress()
+
+    def check(self) -> None:
+        """Nothing is wrong now."""
+        for load in self.all_loads:
+            assert not load.wrong, load.wrong[:3]
+        with contextlib.suppress(KvstoreError):  # away: it is checked at the end
+            assert self.service.faults() == []
+
+    def quiesce(self) -> None:
+        """All end in order; then nobody holds anything."""
+        for load in self._loads:
+            load.await_progress()
+        for load in self._loads:
+            load.stop()
+        wait_for("the end of all sessions", lambda: not self.service.stats().sessions, HANG_S)
+        wait_for("the end of all moves", self._still, HANG_S)
+        assert self.service.faults() == []
+        for tier in self.service.stats().tiers:
+            leaked = (tier.tier, tier.filling_slots, tier.held_slots)
+            assert leaked == (tier.tier, 0, 0), leaked
+            assert tier.free_slots + tier.sealed_slots <= tier.slots
+
+    def _still(self) -> bool:
+        return all(not tier.filling_slots and not tier.held_slots for tier in self.service.stats().tiers)
+
+
+def _plan(rng: random.Random, kills: int) -> tuple[list[str], list[str]]:
+    """Faults of the daemon's lives, and the actions of the round in order."""
+    actions = ["daemon"] * 3 + ["worker"] * 4 + ["worker-point"] * 2 + ["mover"] * 2 + ["keeper"]
+    faults = []
+    points = rng.sample(DAEMON_POINTS, 5)
+    while len(actions) + len(points) > kills > 6:
+        actions.pop(rng.randrange(len(actions)))
+    actions += ["daemon-point"] * len(points)
+    rng.shuffle(actions)
+    for action in actions:
+        if action == "daemon-point":
+            faults.append(f"{points.pop()}:kill:{rng.randrange(1, 25)}")
+        elif action == "daemon":
+            faults.append(
+                f"{rng.choice(MOVER_POINTS)}:kill:{rng.randrange(1, 40)}" if rng.random() < 0.3 else ""
+            )
+        if faults and rng.random() < 0.12:
+            faults.append(f"{rng.choice(RECOVERY_POINTS)}:kill")
+    actions.insert(rng.randrange(len(actions)), "stop")
+    return faults, actions
+
+
+@pytest.mark.parametrize("number", range(-(-KILLS // KILLS_A_ROUND)))
+def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) -> None:
+    rng = random.Random(SEED * 1000 + number)
+    faults, actions = _plan(rng, min(KILLS_A_ROUND, KILLS - number * KILLS_A_ROUND))
+    config = small_config(
+        tmp_path,
+        nvme_bytes=64 * MIB,
+        dram_bytes=16 * MIB,
+        dram_extent_bytes=4 * MIB,
+        nvme_extent_bytes=8 * MIB,
+        devices=2,
+    )
+    with planned_service(config, faults) as (service, lives):
+        played = Round(service, lives, rng)
+        try:
+            played.begin()
+            for action in actions:
+                if action == "daemon":
+                    played.kill_daemon()
+                elif action == "daemon-point":
+                    played.await_fault(action)
+                elif action == "worker":
+                    played.kill_worker()
+                elif action == "worker-point":
+                    played.kill_worker(f"{rng.choice(WORKER_POINTS)}:kill:{rng.randrange(1, 60)}")
+                elif action == "mover":
+                    played.kill_mover()
+                elif action == "keeper":
+                    played.kill_keeper()
+                else:
+                    played.stop_worker()
+                played.check()
+            played.quiesce()
+            deaths = played.kills + played.lives() - 1
+            print(f"round {number}: {deaths} kills, {_summary(played)}")
+            assert deaths >= len(actions) - 1
+        finally:
+            for load in played.all_loads:
+                load.end()
+
+
+def _summary(played: Round) -> str:
+    hits: dict[str, int] = {}
+    for load in played.all_loads:
+        for tier, blocks in load.by_tier.items():
+            hits[tier] = hits.get(tier, 0) + blocks
+    return f"{sum(load.requests for load in played.all_loads)} requests, hits {hits}"
