@@ -28,14 +28,17 @@ def token_digest(token: bytes) -> bytes:
 
 
 class Outbox:
-    """Messages that wait for one stream, bounded. A client that reads no more makes it overflow, once."""
+    """Messages that wait for one stream, bounded in number and bytes. Who reads no more overflows it, once."""
 
-    __slots__ = ("_limit", "_messages", "_wake", "failure")
+    __slots__ = ("_bytes", "_failed", "_max_bytes", "_max_messages", "_messages", "_wake", "failure")
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, *, max_messages: int, max_bytes: int) -> None:
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._messages: deque[pb.ServerMessage] = deque()
         self._wake = asyncio.Event()
+        self._failed = asyncio.Event()
         self.failure: KvstoreError | None = None
         """What the stream ends with; None while it goes on."""
 
@@ -43,30 +46,30 @@ class Outbox:
         """Ends the stream; the first reason counts."""
         if self.failure is None:
             self.failure = error
-            self._wake.set()
+            self._messages.clear()
+            self._failed.set()
+
+    async def failed(self) -> None:
+        """Returns when the stream has to end: its writer may be stuck in a message that the client does not read."""
+        await self._failed.wait()
 
     def put(self, message: pb.ServerMessage) -> None:
         """Appends a message, or fails the stream."""
-        if len(self._messages) >= self._limit:
-            self.fail(ResourceExhausted(f"{self._limit} answers wait unread: the stream is closed"))
+        if len(self._messages) >= self._max_messages or self._bytes > self._max_bytes:
+            self.fail(ResourceExhausted(f"{len(self._messages)} answers wait unread: the stream is closed"))
         elif self.failure is None:
+            self._bytes += message.ByteSize()
             self._messages.append(message)
             self._wake.set()
 
     async def take(self) -> pb.ServerMessage:
-        """The next message. Raises what the stream has failed with."""
-        while True:
-            if self.failure is not None:
-                raise self.failure
-            if self._messages:
-                return self._messages.popleft()
+        """The next message."""
+        while not self._messages:
             self._wake.clear()
             await self._wake.wait()
-
-    @property
-    def empty(self) -> bool:
-        """Whether everything was taken."""
-        return not self._messages
+        message = self._messages.popleft()
+        self._bytes -= message.ByteSize()
+        return message
 
 
 @dataclass(slots=True, kw_only=True)

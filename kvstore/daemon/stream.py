@@ -9,10 +9,8 @@ taken its place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
-import grpc
 import numpy as np
 
 from kvstore.daemon.log import Log
@@ -35,6 +33,8 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["SessionStreams"]
 
 TOKEN_METADATA = "kvstore-token-bin"  # noqa: S105 (the name of a header)
+_QUEUED_MESSAGES = 8  # of the largest size: what may wait for one stream, in bytes
+_CANCEL_S = 1.0
 _LOG = Log("stream")
 
 
@@ -61,16 +61,18 @@ class SessionStreams:
             await abort(context, error)
         outbox = session.outbox
         assert outbox is not None
-        reader = asyncio.create_task(self._read(session, requests))
-        writer = asyncio.create_task(self._write(outbox, context))
+        work = (self._read(session, requests), self._write(outbox, context), outbox.failed())
+        tasks = [asyncio.ensure_future(part) for part in work]
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (reader, writer):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, KvstoreError):
-                    await task
             self._close(session, outbox)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.exception()  # how a stream broke does not matter: it is over
         if outbox.failure is not None:
             if isinstance(outbox.failure, ResourceExhausted):
                 self._owner.counters.add("streams_overflowed_total")
@@ -90,7 +92,10 @@ class SessionStreams:
             raise FailedPrecondition(
                 "the session has another stream, or has not resumed: Attach(resume) first"
             )
-        session.outbox = Outbox(self._limits.session_queue_messages)
+        session.outbox = Outbox(
+            max_messages=self._limits.session_queue_messages,
+            max_bytes=_QUEUED_MESSAGES * self._limits.message_bytes,
+        )
         self._owner.counters.add("streams_total")
         return session
 

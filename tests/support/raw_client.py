@@ -183,7 +183,7 @@ class RawClient:
             while (message := outgoing.get()) is not None:
                 yield message
 
-        call = self.stub.Session(messages(), metadata=(("kvstore-token-bin", token or self.token),))
+        call = self.stub.Session(messages(), metadata=(("kvstore-token-bin", self.token if token is None else token),))
         self.call = call
 
         def read() -> None:

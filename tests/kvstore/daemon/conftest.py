@@ -1,0 +1,114 @@
+"""A service for each module of these tests, and clients that are closed at the end of each test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.units import MIB
+from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.support.daemon import Service, small_config, started, wait_for
+from tests.support.raw_client import RawClient
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A short path: a unix socket's has at most 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kv") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Service]:
+    """A service of the module's own, without disks."""
+    with started(small_config(folder)) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def disk_service(folder: Path) -> Iterator[Service]:
+    """A service of the module's own, with one NVMe path."""
+    with started(small_config(folder, nvme_bytes=128 * MIB)) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[Callable[[], RawClient]]:
+    """Makes clients; closes them and detaches their sessions; then the store must be sound and nothing held."""
+    made: list[RawClient] = []
+
+    def make() -> RawClient:
+        made.append(RawClient(service.socket))
+        return made[-1]
+
+    yield make
+    for client in made:
+        finish(client)
+    wait_for("no session", lambda: not service.stats().sessions)
+    assert service.faults() == []
+    assert service.tier("hbm").held_slots == 0
+    service.call("Clear", pb.ClearRequest(namespace=0xFFFFFFFF), service="admin")
+    assert service.stats().rows == 0
+
+
+def finish(client: RawClient) -> None:
+    """Ends a client's session, whatever has become of it, and the client."""
+    client.connect()
+    if client.attached is not None:
+        with contextlib.suppress(grpc.RpcError):
+            client.stub.Detach(pb.DetachRequest(token=client.token), timeout=5.0, wait_for_ready=True)
+    client.close()
+
+
+class MemberProcess:
+    """A worker in a process of its own."""
+
+    def __init__(self, socket: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.raw_member", socket, *arguments], stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the member process ended early"
+        self.report: dict[str, Any] = json.loads(line)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and reaps it."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def close(self) -> None:
+        """Ends it, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def member(service: Service) -> Iterator[Callable[..., MemberProcess]]:
+    """Starts worker processes; none outlives the test."""
+    made: list[MemberProcess] = []
+
+    def make(*arguments: str) -> MemberProcess:
+        made.append(MemberProcess(service.socket, *arguments))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
