@@ -10,7 +10,9 @@ and its DRAM slots count as held. SIGINT and SIGTERM are ignored, so that a drai
 
 from __future__ import annotations
 
+import functools
 import os
+import resource
 import select
 import signal
 import socket
@@ -45,9 +47,14 @@ _Job = Callable[[], None]
 
 
 class WorkQueue:
-    """Jobs for the I/O threads: syncs, then reads, then writes, with every eighth turn a write's."""
+    """Jobs for the I/O threads: syncs, then reads, then writes, with every eighth turn a write's.
 
-    def __init__(self) -> None:
+    At most `max_writes` run at once, so that a read finds a thread also while writes wait for a slow or throttled disk.
+    """
+
+    def __init__(self, *, max_writes: int) -> None:
+        self._max_writes = max_writes
+        self._running_writes = 0
         self._condition = threading.Condition()
         self._syncs: deque[_Job] = deque()
         self._reads: deque[_Job] = deque()
@@ -70,17 +77,25 @@ class WorkQueue:
     def get(self) -> _Job | None:
         """The next job; waits for one; None once the queue is closed."""
         with self._condition:
-            while not (self._closed or self._syncs or self._reads or self._writes):
+            while not self._closed:
+                may_write = bool(self._writes) and self._running_writes < self._max_writes
+                if self._syncs:
+                    return self._syncs.popleft()
+                if self._reads and not (may_write and self._reads_in_row >= _READS_PER_WRITE):
+                    self._reads_in_row += 1
+                    return self._reads.popleft()
+                if may_write:
+                    self._reads_in_row = 0
+                    self._running_writes += 1
+                    return self._writes.popleft()
                 self._condition.wait()
-            if self._closed:
-                return None
-            if self._syncs:
-                return self._syncs.popleft()
-            if self._reads and not (self._writes and self._reads_in_row >= _READS_PER_WRITE):
-                self._reads_in_row += 1
-                return self._reads.popleft()
-            self._reads_in_row = 0
-            return self._writes.popleft()
+            return None
+
+    def write_done(self) -> None:
+        """A write that `get` gave has ended."""
+        with self._condition:
+            self._running_writes -= 1
+            self._condition.notify()
 
     def close(self) -> None:
         """Forgets what waits; `get` gives None from now on."""
@@ -127,8 +142,8 @@ class Mover:
                 sleep=time.sleep,
             )
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
-        self._queue = WorkQueue()
         count = config.threads or probe_threads(directory)
+        self._queue = WorkQueue(max_writes=max(1, count - 1))
         self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count)]
         self._send(wire.Ready(threads=count))
 
@@ -177,7 +192,7 @@ class Mover:
             case wire.Moves():
                 self._start(message.moves)
             case wire.Sync():
-                self._queue.put_sync(lambda: self._sync(message.id))
+                self._queue.put_sync(functools.partial(self._sync, message.id))
             case wire.Slab():
                 self._open_slab(message)
             case wire.Extent():
@@ -194,8 +209,10 @@ class Mover:
     def _start(self, moves: Moves) -> None:
         self._outstanding += len(moves)
         for piece in self._storage.pieces(moves):
-            put = self._queue.put_write if int(piece["kind"][0]) == MoveKind.WRITE else self._queue.put_read
-            put(lambda piece=piece: self._transfer(piece))  # type: ignore[misc]
+            if int(piece["kind"][0]) == MoveKind.WRITE:
+                self._queue.put_write(functools.partial(self._write, piece))
+            else:
+                self._queue.put_read(functools.partial(self._transfer, piece))
 
     def _open_slab(self, slab: wire.Slab) -> None:
         try:
@@ -219,6 +236,10 @@ class Mover:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
+
+    def _write(self, piece: Moves) -> None:
+        self._transfer(piece)
+        self._queue.write_done()
 
     def _transfer(self, piece: Moves) -> None:
         fault("move.start")
@@ -306,6 +327,8 @@ def main(arguments: list[str]) -> int:
     """Runs the mover whose socket is the descriptor named by the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each slab
     with socket.socket(fileno=int(arguments[0])) as sock:
         packet, _ = wire.receive_packet(sock)
         if not packet:

@@ -8,6 +8,7 @@ Made for one event loop, without a thread: `fileno()` is readable when `receive`
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -154,6 +155,12 @@ class MoverLink:
             except ConnectionError:
                 self.ended = True
                 return
+            except OSError as error:
+                if (
+                    error.errno == errno.ETOOMANYREFS
+                ):  # it has more descriptors of ours to read than a user may send
+                    return
+                raise
             self._queued.popleft()
             if first.fd is not None:
                 os.close(first.fd)

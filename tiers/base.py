@@ -36,14 +36,14 @@ class MemoryTier(Protocol):
         ...
 
     def adopt(self, extent: int, fd: int, nbytes: int) -> None:
-        """Maps an extent that somebody else made; `fd` becomes the tier's, also on failure.
+        """Maps an extent that somebody else made. `fd` is taken and closed, also on failure: the mapping is enough.
 
         Raises InvalidArgument where it is not sealed against resizing or is shorter than `nbytes`.
         """
         ...
 
     def descriptor(self, extent: int) -> int:
-        """The extent's memfd. Raises NotFound."""
+        """The memfd of an extent that this tier created. Raises NotFound."""
         ...
 
     def view(self, extent: int) -> memoryview:
@@ -55,7 +55,7 @@ class MemoryTier(Protocol):
         ...
 
     def drop(self, extent: int) -> None:
-        """Unmaps the extent and closes its descriptor; the memory goes when nobody else has it. Raises NotFound."""
+        """Unmaps the extent, closes its descriptor if it has one; memory goes when nobody has it. Raises NotFound."""
         ...
 
     def close(self) -> None:

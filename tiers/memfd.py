@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import AlreadyExists, InvalidArgument, KvstoreError, NotFound, ResourceExhausted
+from kvstore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from kvstore.units import format_size
 from tiers.base import PAGE_BYTES
 
@@ -176,7 +176,9 @@ class MemfdTier(ABC):
     def __init__(self, name: str, *, huge_pages: bool = False) -> None:
         self._name = name
         self._huge_pages = huge_pages
-        self._fds: dict[int, int] = {}
+        self._fds: dict[
+            int, int
+        ] = {}  # of those created here: a thousand adopted ones would use up the limit
         self._bytes: dict[int, int] = {}
         self._views: dict[int, memoryview] = {}
         self._bases = np.zeros(64, dtype=np.uint64)  # [extent] address; 0: not mapped
@@ -193,7 +195,12 @@ class MemfdTier(ABC):
         """See MemoryTier."""
         self._require_new(extent)
         fd = create_memfd(f"{self._name}-{extent}", nbytes, huge_pages=self._huge_pages)
-        self._enter(extent, fd, nbytes)
+        try:
+            self._enter(extent, fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fds[extent] = fd
         return fd
 
     def adopt(self, extent: int, fd: int, nbytes: int) -> None:
@@ -201,14 +208,14 @@ class MemfdTier(ABC):
         try:
             self._require_new(extent)
             check_sealed(fd, nbytes)
-        except KvstoreError:
+            self._enter(extent, fd, nbytes)
+        finally:
             os.close(fd)
-            raise
-        self._enter(extent, fd, nbytes)
 
     def descriptor(self, extent: int) -> int:
         """See MemoryTier."""
-        self._require(extent)
+        if extent not in self._fds:
+            raise NotFound(f"{self._name} extent {extent} was not created here")
         return self._fds[extent]
 
     def view(self, extent: int) -> memoryview:
@@ -245,31 +252,28 @@ class MemfdTier(ABC):
         address, nbytes = int(self._bases[extent]), self._bytes.pop(extent)
         self._bases[extent] = 0
         self._unmap(extent, address, nbytes)
-        os.close(self._fds.pop(extent))
+        if extent in self._fds:
+            os.close(self._fds.pop(extent))
 
     def close(self) -> None:
         """See MemoryTier."""
-        for extent in tuple(self._fds):
+        for extent in tuple(self._bytes):
             self.drop(extent)
 
     def _enter(self, extent: int, fd: int, nbytes: int) -> None:
-        try:
-            address = self._map(extent, fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        address = self._map(extent, fd, nbytes)
         if extent >= len(self._bases):
             grown = np.zeros(max(extent + 1, 2 * len(self._bases)), dtype=np.uint64)
             grown[: len(self._bases)] = self._bases
             self._bases = grown
-        self._fds[extent], self._bytes[extent] = fd, nbytes
+        self._bytes[extent] = nbytes
         self._views[extent] = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         self._bases[extent] = address
 
     def _require(self, extent: int) -> None:
-        if extent not in self._fds:
+        if extent not in self._bytes:
             raise NotFound(f"{self._name} extent {extent} is not mapped")
 
     def _require_new(self, extent: int) -> None:
-        if extent in self._fds:
+        if extent in self._bytes:
             raise AlreadyExists(f"{self._name} extent {extent} is mapped already")

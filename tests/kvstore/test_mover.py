@@ -300,7 +300,7 @@ def test_drop_gives_the_room_back(start: Start, tmp_path: Path, harness: Harness
 
 
 def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue(max_writes=2)
     taken: list[str] = []
     for i in range(20):
         queue.put_write(lambda i=i: taken.append(f"w{i}"))  # type: ignore[misc]
@@ -313,3 +313,59 @@ def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
     assert taken == ["sync", "r0", "r1", "r2", "r3", "r4", "r5", "r6", "w0", "r7"]
     queue.close()
     assert queue.get() is None
+
+
+def test_a_read_finds_a_thread_while_writes_run() -> None:
+    """Prefetched writes to a slow disk took every thread, and a request waited for all of them."""
+    queue = WorkQueue(max_writes=1)
+    taken: list[str] = []
+    for name in ("w0", "w1"):
+        queue.put_write(lambda name=name: taken.append(name))  # type: ignore[misc]
+    for _ in range(2):
+        job = queue.get()
+        assert job is not None
+        job()
+        if taken == ["w0"]:
+            queue.put_read(lambda: taken.append("r0"))
+    assert taken == ["w0", "r0"]
+    queue.write_done()
+    job = queue.get()
+    assert job is not None
+    job()
+    assert taken == ["w0", "r0", "w1"]
+
+
+def test_reads_are_not_held_back_by_throttled_writes(start: Start, harness: Harness) -> None:
+    link = start(threads=2, write_bytes_per_s=4 * SLOT_BYTES)
+    link.send_moves(harness.moves_for([0]))
+    wait_for(link, wire.Replies)
+    link.send_moves(harness.moves_for([2, 4, 6, 8, 10, 12, 14, 16]))  # two seconds of writing
+    reads = harness.moves_back([0])
+    link.send_moves(reads)
+    first = statuses(wait_for(link, wire.Replies))
+    while reads["id"][0] not in first:
+        assert len(first) < 6, "the read came behind the writes"
+        first |= statuses(wait_for(link, wire.Replies))
+    assert first[int(reads["id"][0])] == MoveStatus.OK
+
+
+def test_what_waits_is_forgotten_at_eof(
+    start: Start, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mover of a dead daemon went on for minutes, and its slots could not be used for so long."""
+    monkeypatch.setenv("KVSTORE_FAULT", "move.start:sleep=0.3")
+    link = start(threads=1)
+    wait_for(link, wire.SlabOpened)
+    for slot in range(0, 32, 2):
+        harness.fill(slot)
+    link.send_moves(harness.moves_for(list(range(0, 32, 2))))
+    time.sleep(0.1)
+    link.stop()
+    assert wait_dead(link) == 0
+    monkeypatch.delenv("KVSTORE_FAULT")
+    second = start()
+    back = harness.moves_back(list(range(0, 32, 2)))
+    second.send_moves(back)
+    found = statuses(wait_for(second, wire.Replies, 16))
+    assert list(found.values()).count(MoveStatus.OK) == 1
+    assert list(found.values()).count(MoveStatus.CORRUPT) == 15

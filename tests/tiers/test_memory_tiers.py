@@ -51,6 +51,8 @@ def test_two_processes_views_are_one_memory(tier: MemfdTier) -> None:
     other.adopt(5, os.dup(fd), MIB)
     other.view(5)[100] = 9
     assert tier.view(0)[100] == 9
+    with pytest.raises(NotFound):
+        other.descriptor(5)
     other.close()
     assert tier.view(0)[100] == 9
 

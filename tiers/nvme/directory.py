@@ -1,8 +1,8 @@
-"""The directory of one NVMe path: ownership, lock, tenant secret, and how its capacity is divided.
+"""The directory of one NVMe path: ownership, lock, and how its capacity is divided.
 
     lock              flock held by the daemon and, inherited, by its mover: free only when both are gone
-    secret            32 bytes; a file of its own: without it no block can be found again
-    namespaces        digests and parts of the namespaces (tiers.nvme.namespaces)
+    secret            the tenant's, written by the daemon; a file of its own: without it no block can be found again
+    threads           I/O threads that suit the disk (tiers.nvme.probe)
     slab-<n>-<s>.kv   slabs (tiers.nvme.slab)
     index/            LMDB (tiers.nvme.index)
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,11 @@ from pathlib import Path
 from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.units import MIB, format_size
 from tiers.base import PAGE_BYTES
-from tiers.nvme.slab import SlabFile, list_slabs, sync_directory
+from tiers.nvme.slab import SlabFile, list_slabs
 
 __all__ = ["NvmeDirectory", "SlabPlan", "check_room", "default_map_bytes", "plan"]
 
-SECRET_BYTES = 32
 _LOCK = "lock"
-_SECRET = "secret"  # noqa: S105 (a file name)
 _MIN_MAP_BYTES = 8 * MIB
 
 
@@ -115,18 +112,6 @@ class NvmeDirectory:
         self._next_slab += 1
         return number
 
-    def secret(self) -> bytes:
-        """The tenant's 32 bytes, made at first use. Raises ConfigError where the file is damaged."""
-        file = self.path / _SECRET
-        if not file.exists():
-            _write_secret(file)
-        secret = file.read_bytes()
-        if len(secret) != SECRET_BYTES:
-            raise ConfigError(
-                f"nvme: {file} is damaged; without it no block here can be found: delete {self.path}"
-            )
-        return secret
-
     def close(self) -> None:
         """Lets go of the lock (a mover may still have it)."""
         if self._lock_fd >= 0:
@@ -161,17 +146,3 @@ def _lock(directory: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
     return fd
-
-
-def _write_secret(file: Path) -> None:
-    """All of it or nothing: a crash between leaves no short secret."""
-    unfinished = file.with_name(file.name + ".new")
-    unfinished.unlink(missing_ok=True)
-    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, secrets.token_bytes(SECRET_BYTES))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    unfinished.rename(file)
-    sync_directory(file.parent)

@@ -85,6 +85,7 @@ class DurableIndex:
             _write_mark(self._mark)
         self._env = _open(folder, map_bytes=map_bytes, sync=durability is Durability.COMMIT)
         try:
+            self._env.reader_check()  # a reader that was killed would keep every page it saw from being used again
             with self._env.begin(write=True) as txn:
                 if txn.get(_VERSION_KEY, _VERSION) != _VERSION:
                     raise Corruption(f"{folder} is of another version")

@@ -8,6 +8,7 @@ and writes a new index. What was found comes back through a memfd, so nothing is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from tiers.nvme.slab import list_slabs
 __all__ = ["Recovered", "main", "recover"]
 
 _INDEX_DAMAGED = 3  # exit code
+_KILL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +66,26 @@ def _run(directory: Path, source: str, map_bytes: int, timeout_s: float) -> _Fou
     out = os.memfd_create("kvstore-recover", os.MFD_CLOEXEC)
     try:
         command = [sys.executable, "-m", __name__, str(directory), source, str(map_bytes), str(out)]
+        child = subprocess.Popen(
+            command,
+            pass_fds=(out,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            done = subprocess.run(
-                command,
-                pass_fds=(out,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=timeout_s,
-                check=False,
-            )
+            output, _ = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
+            child.kill()
+            if child.stdout is not None:
+                child.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_KILL_S)  # one that hangs in the disk dies when the disk lets go of it, unattended
             raise Unavailable(f"nvme: {directory} was not read within {timeout_s:g} s") from None
-        nbytes = os.fstat(out).st_size if done.returncode == 0 else 0
+        nbytes = os.fstat(out).st_size if child.returncode == 0 else 0
         records = np.frombuffer(os.pread(out, nbytes, 0) if nbytes else b"", dtype=RECORD)
-        text = done.stdout.decode("utf-8", "replace").strip()
-        return _Found(code=done.returncode, text=text, records=records)
+        text = output.decode("utf-8", "replace").strip()
+        return _Found(code=child.returncode, text=text, records=records)
     finally:
         os.close(out)
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import AlreadyExists, ConfigError, InvalidArgument
+from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.units import GIB, MIB
 from tests.tiers.harness import SLOT_BYTES
 from tiers.nvme.directory import NvmeDirectory, check_room, default_map_bytes, plan
-from tiers.nvme.namespaces import NamespaceFile
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import open_slab
 
@@ -60,21 +59,6 @@ def test_a_path_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot use"):
         NvmeDirectory.open(tmp_path / "file" / "d")
-
-
-def test_secret_is_made_once_and_private(tmp_path: Path) -> None:
-    directory = NvmeDirectory.open(tmp_path / "d")
-    secret = directory.secret()
-    assert len(secret) == 32
-    assert directory.secret() == secret
-    assert (tmp_path / "d" / "secret").stat().st_mode & 0o777 == 0o600
-    directory.close()
-    again = NvmeDirectory.open(tmp_path / "d")
-    assert again.secret() == secret
-    (tmp_path / "d" / "secret").write_bytes(b"short")
-    with pytest.raises(ConfigError, match="damaged"):
-        again.secret()
-    again.close()
 
 
 def test_slab_numbers_are_never_those_that_exist(tmp_path: Path) -> None:
@@ -126,38 +110,6 @@ def test_what_exists_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_room(tmp_path, wanted, [])
     Full.f_bavail = 2048
     check_room(tmp_path, wanted, directory.slabs())
-
-
-def test_namespaces_come_back(tmp_path: Path) -> None:
-    names = NamespaceFile(tmp_path)
-    first, second = b"1" * 32, b"2" * 32
-    names.add(first, {"model": b"m", "salt": b"\x00\xff" * 9})
-    names.add(first, {"model": b"m"})
-    names.add(second, {})
-    names.close()
-    again = NamespaceFile(tmp_path)
-    assert again.load() == {first: {"model": b"m", "salt": b"\x00\xff" * 9}, second: {}}
-    with pytest.raises(InvalidArgument):
-        again.add(b"short", {})
-    again.close()
-    assert (tmp_path / "namespaces").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("cut", [1, 10, 30])
-def test_a_torn_record_is_dropped_and_the_next_is_kept(tmp_path: Path, cut: int) -> None:
-    names = NamespaceFile(tmp_path)
-    names.add(b"1" * 32, {"model": b"a"})
-    names.add(b"2" * 32, {"model": b"b"})
-    names.close()
-    file = tmp_path / "namespaces"
-    os.truncate(file, file.stat().st_size - cut)
-    again = NamespaceFile(tmp_path)
-    assert list(again.load()) == [b"1" * 32]
-    again.add(b"3" * 32, {"model": b"c"})
-    again.close()
-    last = NamespaceFile(tmp_path)
-    assert list(last.load()) == [b"1" * 32, b"3" * 32]
-    last.close()
 
 
 def test_threads_are_probed_once(tmp_path: Path) -> None:

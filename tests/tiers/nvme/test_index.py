@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.config import Durability
-from kvstore.errors import Corruption, ResourceExhausted
+from kvstore.errors import Corruption, ResourceExhausted, Unavailable
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
 from tiers.nvme import index as index_module
@@ -230,6 +230,18 @@ def test_an_index_of_another_version_is_rebuilt(
     found = recover(tmp_path, map_bytes=MAP_BYTES, timeout_s=30)
     assert "another version" in found.rebuilt
     assert len(found.records) == 10
+
+
+def test_a_disk_that_hangs_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start waited for ever for a disk that answered no more."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr("tiers.nvme.recover.sys.executable", str(sleeper))
+    begin = time.monotonic()
+    with pytest.raises(Unavailable, match="not read within"):
+        recover(tmp_path, map_bytes=MAP_BYTES, timeout_s=0.2)
+    assert time.monotonic() - begin < 10
 
 
 def test_a_slab_that_is_no_more_takes_its_records_with_it(tmp_path: Path, harness: Harness) -> None:
