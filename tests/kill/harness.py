@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,8 +134,8 @@ class Load:
 
 
 @contextmanager
-def planned_service(config: ServeConfig, faults: Sequence[str]) -> Iterator[tuple[Service, Path]]:
-    """A ready service whose daemon's lives have these faults, one each; and the file that lists its lives."""
+def planned_service(config: ServeConfig, faults: Sequence[str]) -> Iterator[Service]:
+    """A ready service whose daemon's lives have these faults, one each."""
     folder = Path(config.socket).parent
     plan, log = folder / "plan", folder / "kv.log"
     plan.write_text("".join(f"{fault}\n" for fault in faults))
@@ -156,11 +155,6 @@ def planned_service(config: ServeConfig, faults: Sequence[str]) -> Iterator[tupl
     try:
         wait_for("a ready daemon", lambda: service.stats().ready, HANG_S)
         service.describe()
-        yield service, plan.with_suffix(".lives")
+        yield service
     finally:
         service.stop()
-
-
-def settle_time() -> None:
-    """A moment of load between two kills."""
-    time.sleep(0.3)

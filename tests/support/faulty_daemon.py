@@ -1,7 +1,7 @@
 """Starts the daemon with the next fault of a plan: `python -m tests.support.faulty_daemon PLAN ARGUMENT …`.
 
 The keeper starts this in place of `kvstore.daemon`, which it then becomes. PLAN is a file of one line a life: what
-$KVSTORE_FAULT is in it, perhaps nothing. Each start takes the first line away and adds one to PLAN.lives.
+$KVSTORE_FAULT is in it, perhaps nothing. Each start takes the first line away.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ def main(arguments: list[str]) -> None:
     plan = Path(arguments[0])
     first, *rest = plan.read_text().splitlines() or [""]
     plan.write_text("".join(f"{line}\n" for line in rest))
-    with plan.with_suffix(".lives").open("a") as lives:
-        lives.write(f"{os.getpid()} {first}\n")
     os.environ.pop(FAULT_VARIABLE, None)
     if first:
         os.environ[FAULT_VARIABLE] = first
