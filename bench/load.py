@@ -2,7 +2,8 @@
 
     python -m bench.load ROLE {"socket": …, "seconds": …, …}
 
-A client prints `ready`, waits for a line on its standard input, works, and prints one JSON object. Roles: `calls`
+A client prints `ready`, waits for a line on its standard input, works until its time is over or its standard input is
+closed, and prints one JSON object. Roles: `calls`
 acquires chains that are cached; `matches` looks them up in the mapped tables; `store` stores new chains without end,
 so that the HBM tier evicts all the time; `promote` reads blocks back from disk through a DRAM tier that is too small
 for them, so that movers read and the DRAM tier evicts all the time.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import select
 import subprocess
 import sys
 import time
@@ -41,7 +43,7 @@ _NO_CREDIT = Targets(credit=0, room=0, breaker_s=ANSWER_S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What a client does. `blocks` is the length of one chain."""
+    """What a client does. `blocks` is the length of one chain, `prefix` how much of a cached one a call asks for."""
 
     socket: str
     seconds: float
@@ -49,6 +51,7 @@ class LoadPlan:
     chains: int
     """Chains that are cached (or, for `promote`, stored first)."""
     hbm_bytes: int
+    prefix: int = 1 << 20
     seed: int = 1
 
 
@@ -70,8 +73,12 @@ class Worker:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
+    def running(self) -> bool:
+        """Whether it still works."""
+        return self._process.poll() is None
+
     def result(self, timeout_s: float) -> Mapping[str, float]:
-        """What it did, when it is done. Raises: KvstoreError when it failed."""
+        """Tells it to end after its current piece of work; what it did. Raises: KvstoreError when it failed."""
         out, _ = self._process.communicate(timeout=timeout_s)
         if self._process.returncode:
             raise KvstoreError(f"a load client ended with code {self._process.returncode}")
@@ -124,15 +131,19 @@ def main(role: str, plan: LoadPlan) -> None:
         sys.stdin.readline()
         start = time.monotonic()
         count = 0
-        while time.monotonic() - start < plan.seconds:
+        while time.monotonic() - start < plan.seconds and not select.select([sys.stdin], [], [], 0)[0]:
             count += next(work)
         print(json.dumps({"count": count, "seconds": time.monotonic() - start}))
 
 
+def _prefixes(namespace: Namespace, plan: LoadPlan) -> list[U64]:
+    cached = chains(namespace.key, plan.chains * plan.blocks, plan.blocks, seed=plan.seed)
+    return [chain[: plan.prefix] for chain in cached]
+
+
 def _calls(_: Client, session: Session, namespace: Namespace, plan: LoadPlan) -> Iterator[int]:
     """One acquire of a cached chain a step, and its release."""
-    cached = chains(namespace.key, plan.chains * plan.blocks, plan.blocks, seed=plan.seed)
-    for lease, chain in enumerate(itertools.cycle(cached)):
+    for lease, chain in enumerate(itertools.cycle(_prefixes(namespace, plan))):
         grant = session.acquire(namespace, lease + 1, chain)
         grant.result(ANSWER_S)
         grant.abandon()
@@ -141,8 +152,7 @@ def _calls(_: Client, session: Session, namespace: Namespace, plan: LoadPlan) ->
 
 
 def _matches(_: Client, session: Session, namespace: Namespace, plan: LoadPlan) -> Iterator[int]:
-    cached = chains(namespace.key, plan.chains * plan.blocks, plan.blocks, seed=plan.seed)
-    for chain in itertools.cycle(cached):
+    for chain in itertools.cycle(_prefixes(namespace, plan)):
         found = session.match(namespace, chain)
         assert found.hits == len(chain), f"{found.hits} of {len(chain)} blocks are cached"
         yield 1

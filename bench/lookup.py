@@ -40,6 +40,9 @@ _CHAIN = 4096
 _LENGTHS = (1024, 4096)
 _EXTENT_BYTES = 64 << 20
 _SPARE_SLOTS = 16384
+_DISK_HBM_SLOTS = 192
+_WARM_UP_S = 1.0
+_ENDLESS_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = 
     hbm_bytes = _hbm_bytes(plan)
     settings = {
         "max_rows": str(plan.max_rows),
-        "hbm": str(hbm_bytes + (1 << 30)),
+        "hbm": str(hbm_bytes + _DISK_HBM_SLOTS * LARGE.slot_bytes + 2 * _EXTENT_BYTES),
         "min_slot": "4KiB",
         "dram": plan.dram,
         "nvme": "{folder}/nvme:" + plan.nvme,
@@ -150,35 +153,45 @@ def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = 
             "bench-lookup", SMALL, DeviceSpec(hbm_bytes=hbm_bytes), targets=targets
         ) as session:
             namespace = session.open_namespace(parts(SMALL, "bench"))
-            say(f"storing {plan.rows:,} blocks")
-            cached = chains(namespace.key, plan.rows, _CHAIN, seed=1)
-            fill(session, namespace, cached)
-            return _measure_filled(plan, say, service, session, namespace, cached, ratio)
+            run = _Run(plan=plan, say=say, service=service, session=session, namespace=namespace)
+            return _measure_daemon(run, ratio)
 
 
-def _measure_filled(
-    plan: LookupPlan,
-    say: Callable[[str], None],
-    service: Service,
-    session: Session,
-    namespace: Namespace,
-    cached: Sequence[U64],
-    ratio: float,
-) -> LookupResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What every measurement with the daemon needs."""
+
+    plan: LookupPlan
+    say: Callable[[str], None]
+    service: Service
+    session: Session
+    namespace: Namespace
+
+
+def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
+    plan = run.plan
+    run.say(f"storing {plan.rows:,} blocks")
+    empty_bytes = run.service.daemon_resident_bytes()
+    cached = chains(run.namespace.key, plan.rows, _CHAIN, seed=1)
+    fill(run.session, run.namespace, cached)
     prompts = [chain for chain in cached if len(chain) == _CHAIN]
-    say("match and acquire, chained and random")
-    chained = _pair(session, namespace, prompts, plan.samples)
-    random = _pair(session, namespace, _shuffled(prompts), plan.samples)
-    shape = session.tables.tables.columns.shape
-    private_bytes = service.daemon_resident_bytes()
-    say(f"{plan.clients} clients")
+    run.say("match and acquire, chained and random")
+    chained, random = _pair(run, prompts), _pair(run, _shuffled(prompts))
+    private_bytes = run.service.daemon_resident_bytes() - empty_bytes
+    run.say(f"{plan.clients} clients")
     load = LoadPlan(
-        socket=str(service.socket), seconds=plan.seconds, blocks=_CHAIN, chains=4, hbm_bytes=_hbm_bytes(plan)
+        socket=str(run.service.socket),
+        seconds=plan.seconds,
+        blocks=_CHAIN,
+        prefix=_LENGTHS[0],
+        chains=4,
+        hbm_bytes=_hbm_bytes(plan),
     )
     calls = _throughput("calls", load, plan.clients)
     matches = _throughput("matches", load, plan.clients)
-    say("acquire while disk reads and eviction run")
-    p99_ms, read_per_s, stored_per_s = _loaded(plan, load, session, namespace, prompts)
+    run.say("acquire while disk reads and eviction run")
+    p99_ms, read_per_s, stored_per_s = _loaded(run, load, prompts)
+    shape = run.session.tables.tables.columns.shape
     return LookupResult(
         chained=chained,
         random=random,
@@ -205,42 +218,36 @@ def _shuffled(prompts: Sequence[U64]) -> list[U64]:
     return [mixed[at : at + _CHAIN] for at in range(0, len(mixed), _CHAIN)]
 
 
-def _pair(session: Session, namespace: Namespace, prompts: Sequence[U64], samples: int) -> Pair:
-    """Each sample another prompt; collection of garbage is left to the pauses, as an engine does."""
-    source = itertools.cycle(prompts)
+def _pair(run: _Run, prompts: Sequence[U64]) -> Pair:
+    """Each sample another prompt."""
+    source, samples = itertools.cycle(prompts), run.plan.samples
     match_ms, call_ms = {}, {}
     gc.disable()
     try:
         for length in _LENGTHS:
-            match_ms[str(length)] = median(_match_ms(session, namespace, source, length, samples))
-            call_ms[str(length)] = median(
-                _call_ms(session, namespace, source, itertools.repeat(length), samples)
-            )
+            match_ms[str(length)] = median(_match_ms(run, source, length, samples))
+            call_ms[str(length)] = median(_call_ms(run, source, itertools.repeat(length), samples))
     finally:
         gc.enable()
     return Pair(match_ms=match_ms, call_ms=call_ms)
 
 
-def _match_ms(
-    session: Session, namespace: Namespace, prompts: Iterator[U64], length: int, samples: int
-) -> list[float]:
+def _match_ms(run: _Run, prompts: Iterator[U64], length: int, samples: int) -> list[float]:
     def look() -> None:
-        found = session.match(namespace, next(prompts)[:length])
+        found = run.session.match(run.namespace, next(prompts)[:length])
         if found.hits != length:
             raise KvstoreError(f"only {found.hits} of {length} blocks are cached")
 
     return sample_ms(look, samples)
 
 
-def _call_ms(
-    session: Session, namespace: Namespace, prompts: Iterator[U64], lengths: Iterator[int], samples: int
-) -> list[float]:
+def _call_ms(run: _Run, prompts: Iterator[U64], lengths: Iterator[int], samples: int) -> list[float]:
     """From the call to the grant. The release that follows is not timed, and is done before the next call."""
-    times = []
+    session, times = run.session, []
     for lease in range(1, samples + 1):
         hashes = next(prompts)[: next(lengths)]
         start = time.perf_counter_ns()
-        pending = session.acquire(namespace, lease, hashes)
+        pending = session.acquire(run.namespace, lease, hashes)
         grant = pending.result(ANSWER_S)
         times.append((time.perf_counter_ns() - start) / 1e6)
         if (grant.outcomes != Outcome.HIT_HBM).any():
@@ -248,9 +255,7 @@ def _call_ms(
             raise KvstoreError(f"only {hits} of {len(hashes)} blocks are cached")
         pending.abandon()
         session.step()
-        session.acquire(namespace, lease, hashes[:0]).result(
-            ANSWER_S
-        )  # the stream is in order: the release is done
+        session.acquire(run.namespace, lease, hashes[:0]).result(ANSWER_S)  # in order: the release is done
     return times
 
 
@@ -259,22 +264,25 @@ def _throughput(role: str, load: LoadPlan, clients: int) -> float:
     with spawn(role, load, clients) as workers:
         for worker in workers:
             worker.go()
-        done = [worker.result(load.seconds + ANSWER_S) for worker in workers]
+        time.sleep(load.seconds)
+        done = [worker.result(ANSWER_S) for worker in workers]
     return sum(each["count"] / each["seconds"] for each in done)
 
 
-def _loaded(
-    plan: LookupPlan, load: LoadPlan, session: Session, namespace: Namespace, prompts: Sequence[U64]
-) -> tuple[float, float, float]:
+def _loaded(run: _Run, load: LoadPlan, prompts: Sequence[U64]) -> tuple[float, float, float]:
     """99th percentile of an acquire in ms, and what the others do meanwhile a second: blocks read and blocks stored."""
-    disk = replace(load, blocks=64, chains=plan.disk_chains, hbm_bytes=192 * LARGE.slot_bytes)
-    store = replace(load, blocks=256)
+    endless = replace(load, seconds=_ENDLESS_S)
+    disk = replace(
+        endless, blocks=64, chains=run.plan.disk_chains, hbm_bytes=_DISK_HBM_SLOTS * LARGE.slot_bytes
+    )
+    store = replace(endless, blocks=256)
     hot = itertools.cycle(prompts[-8:])  # the others are evicted in the meantime
     with spawn("promote", disk) as (reader,), spawn("store", store) as (writer,):
         reader.go()
         writer.go()
-        start = time.monotonic()
-        times = _call_ms(session, namespace, hot, itertools.cycle(_LENGTHS), plan.loaded_samples)
-        assert time.monotonic() - start < plan.seconds
-        read, stored = (worker.result(plan.seconds + ANSWER_S) for worker in (reader, writer))
+        time.sleep(_WARM_UP_S)
+        times = _call_ms(run, hot, itertools.cycle(_LENGTHS), run.plan.loaded_samples)
+        if not (reader.running() and writer.running()):
+            raise KvstoreError("a load client ended before the measurement did")
+        read, stored = (worker.result(ANSWER_S) for worker in (reader, writer))
     return percentile(times, 99), read["count"] / read["seconds"], stored["count"] / stored["seconds"]

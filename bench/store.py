@@ -2,9 +2,9 @@
 
 HBM twin ↔ DRAM: the engines' copier, real extents, scattered pages; beside it a loop of memcpy over the same
 addresses. DRAM ↔ NVMe: a real mover process with its checksums, trailers and replies; beside it a loop of one O_DIRECT
-call a block between the same memory and a file of the same folder. A write ends with fdatasync on both sides. Sides take
-turns, and which goes first changes every round; medians over all rounds but a first one, which is not counted. One GB
-is 10^9 bytes.
+call a block between the same memory and a file of the same folder. A write ends with fdatasync on both sides. Sides
+take turns, and which goes first changes every round; medians over all rounds but a first one, which is not counted.
+One GB is 10^9 bytes.
 """
 
 from __future__ import annotations

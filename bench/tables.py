@@ -9,7 +9,6 @@ import itertools
 import mmap
 
 import numpy as np
-from kvstore.store import Store
 from numpy.typing import NDArray
 
 from bench.blocks import SMALL, seals_of
@@ -17,6 +16,7 @@ from eviction.lru import Lru
 from kvstore.index import Index
 from kvstore.layout import TableShape, Tier, open_columns, table_bytes
 from kvstore.moves import Grant, Outcome, SealOutcome, StoreLimits
+from kvstore.store import Store
 from kvstore.wire.packed import COPY, SEAL
 
 __all__ = ["FilledStore"]
@@ -37,9 +37,8 @@ class FilledStore:
 
     def __init__(self, rows: int, *, seed: int = 0) -> None:
         slots = -(-(rows + _SPARE) // _EXTENT_SLOTS) * _EXTENT_SLOTS
-        shape = TableShape(
-            max_rows=rows + _SPARE, hbm_slots=slots, dram_slots=_EXTENT_SLOTS, nvme_slots=_EXTENT_SLOTS
-        )
+        small = _EXTENT_SLOTS
+        shape = TableShape(max_rows=slots, hbm_slots=slots, dram_slots=small, nvme_slots=small)
         self._memory = mmap.mmap(-1, table_bytes(shape))
         self.store = Store.create(memoryview(self._memory), shape, StoreLimits(), Lru())
         for _ in range(slots // _EXTENT_SLOTS):
