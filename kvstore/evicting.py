@@ -42,12 +42,13 @@ class _Chosen:
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_chosen", "_hand", "_state", "short")
+    __slots__ = ("_chosen", "_hand", "_row_hand", "_state", "short")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._chosen: dict[tuple[Tier, ClassKey], _Chosen] = {}
         self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
+        self._row_hand = 0
         self.short: dict[tuple[Tier, ClassKey], None] = {}
         """Classes that could not be served: the background looks whether an extent should change class."""
 
@@ -77,6 +78,45 @@ class Evictor:
         limits = self._state.limits
         wanted = max(limits.reserve_slots, int(owner.slots * limits.reserve_fraction))
         return min(wanted, owner.slots // 4)
+
+    def keep_rows(self) -> None:
+        """The background's part for rows: where storage has more slots than the table has rows, the rows run out first.
+
+        Takes the least recently used of one window, wherever they are, so the cost does not grow with the table.
+        """
+        state = self._state
+        rows_in_all = state.columns.shape.max_rows
+        limits = state.limits
+        wanted = min(max(limits.reserve_slots, int(rows_in_all * limits.reserve_fraction)), rows_in_all // 4)
+        missing = wanted - len(state.table.runs)
+        if missing <= 0:
+            return
+        begin = self._row_hand if self._row_hand < rows_in_all else 0
+        self._row_hand = begin + _WINDOW_SLOTS
+        rows = np.arange(begin, min(self._row_hand, rows_in_all), dtype=np.uint32)
+        best = rows[state.policy.victims(state.columns.touch[rows], self._droppable(rows), missing)]
+        for tier in reversed(Tier):
+            for device in self._devices(tier):
+                slots = state.table.slots(tier, best, device)
+                slots = slots[slots != NONE]
+                if len(slots):
+                    state.drop_copies(tier, slots, MissCause.EVICTED)
+        state.counters["evictions_rows"] += len(best)
+
+    def _droppable(self, rows: U32) -> NDArray[np.bool_]:
+        """[n] whether each row is a block all of whose copies may be victims now."""
+        state = self._state
+        good: NDArray[np.bool_] = state.table.sealed(rows) & (state.columns.priority[rows] != PINNED)
+        for tier in Tier:
+            for device in self._devices(tier):
+                slots = state.table.slots(tier, rows, device)
+                there = good & (slots != NONE)
+                good[there] = self.evictable(state.pool(tier), slots[there])
+        return good
+
+    def _devices(self, tier: Tier) -> range:
+        """Of the columns that point into a tier."""
+        return range(self._state.columns.shape.devices if tier is Tier.HBM else 1)
 
     def _assign_one(self, tier: Tier, key: ClassKey) -> bool:
         """Gives an unassigned extent to the class, if there is one."""

@@ -440,6 +440,7 @@ class Store:
         state.tell_time(now_ms)
         self._pins.expire(state.now_ms)
         self._evictor.rebalance()
+        self._evictor.keep_rows()
         for tier in Tier:
             for key in list(state.pool(tier).classes):
                 # HBM without a session is nobody's to make room in.
