@@ -207,7 +207,6 @@ class Sealing:
             if not len(slots):
                 continue
             pool = self._state.pool(tier)
-            slots = np.unique(slots)
             slots = slots[slots < len(pool)]
             slots = slots[(pool.holders[slots] & session.holder) != 0]
             self._state.let_go(tier, slots, session.holder)

@@ -24,6 +24,7 @@ NO_DEVICE = 255
 """`session_device` of a session without owned HBM."""
 _DIGEST_BYTES = 16
 _NAME_BYTES = 128
+_ATTACHED = int(SessionState.ATTACHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class Sessions:
     def attached(self, session: int) -> Session:
         """A session that may be given something. Raises: NotFound, FailedPrecondition."""
         found = self.get(session)
-        if self._columns.session_state[session] != SessionState.ATTACHED:
+        if int(self._columns.session_state[session]) != _ATTACHED:
             raise FailedPrecondition(f"session {session} is {self.state(session).name.lower()}: attach again")
         return found
 

@@ -157,10 +157,8 @@ class SlotPool:
 
     def claim(self, slots: U32) -> None:
         """Free slots that are known to hold something are no longer given out; their state is the caller's."""
-        extents = self.extent[slots]
-        for extent in np.unique(extents).tolist():
+        for extent, of_extent in self._by_extent(slots):
             owner = self._class_of_extent.get(extent)
-            of_extent = slots[extents == extent]
             if owner is None:
                 self._free[of_extent] = False
             else:
@@ -179,9 +177,7 @@ class SlotPool:
         self.row[slots] = NONE
         if len(self.holders):
             self.holders[slots] = 0
-        extents = self.extent[slots]
-        for extent in np.unique(extents).tolist():
-            of_extent = slots[extents == extent]
+        for extent, of_extent in self._by_extent(slots):
             owner = self._class_of_extent.get(extent)
             if owner is None:  # draining: free, but not to be given out
                 self._free[of_extent] = True
@@ -207,7 +203,16 @@ class SlotPool:
 
     def note_unheld(self, slots: U32) -> None:
         """Some of these may be victims now: searches that found none make sense again."""
-        for extent in np.unique(self.extent[slots]).tolist():
+        for extent, _ in self._by_extent(slots):
             owner = self._class_of_extent.get(extent)
             if owner is not None:
                 owner.freed, owner.exhausted = True, False
+
+    def _by_extent(self, slots: U32) -> list[tuple[int, U32]]:
+        """The slots of each extent."""
+        if not len(slots):
+            return []
+        extents = self.extent[slots]
+        if (extents == extents[0]).all():
+            return [(int(extents[0]), slots)]
+        return [(extent, slots[extents == extent]) for extent in np.unique(extents).tolist()]

@@ -164,10 +164,10 @@ class StoreState:
     # -- holders
 
     def let_go(self, tier: Tier, slots: U32, holder: np.uint64) -> None:
-        """A session no longer touches these slots (distinct, all held by it): fills end, blocks stay."""
+        """A session no longer touches these slots, all held by it; duplicates allowed: fills end, blocks stay."""
         pool = self.pool(tier)
         filling = pool.filling(slots)
-        fills = slots[filling]
+        fills = np.unique(slots[filling])
         if len(fills):
             if tier is Tier.HBM:
                 self.unlink_fills(fills)

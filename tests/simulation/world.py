@@ -307,7 +307,8 @@ class World:
                 self._own(client, (Tier.HBM, hbm), int(grant.hbm_generations[i]))
                 client.fills[Tier.HBM, hbm] = blocks[i]
             else:
-                assert hbm == NONE and dram == NONE
+                assert hbm == NONE
+                assert dram == NONE
         for slot, generation in zip(
             grant.reserve_slots.tolist(), grant.reserve_generations.tolist(), strict=True
         ):
@@ -380,16 +381,7 @@ class World:
         blocks = [client.fills[tier, slot] for slot in picks]
         if not picks:
             return
-        seals = np.zeros(len(picks), dtype=SEAL)
-        for i, (slot, block) in enumerate(zip(picks, blocks, strict=True)):
-            if (tier, slot) not in client.said:
-                self.write(tier, slot, self.name(block))
-            client.said.add((tier, slot))
-            seals[i]["slot"], seals[i]["generation"] = slot, client.held[tier, slot]
-            seals[i]["namespace"], seals[i]["depth"] = client.namespace, block % self.BLOCKS
-            seals[i]["hash"] = self.hash_of(block)
-            if block % self.BLOCKS:
-                seals[i]["parent"] = self.hash_of(block - 1)
+        seals = self._seals(client, tier, picks, blocks)
         for _ in range(2 if twice else 1):
             answer = self._step(client, seals=seals)
             if answer is None:  # the client will say it again; here it gives up these slots' meaning
@@ -402,6 +394,20 @@ class World:
                     client.room.discard(slot)
                     if tier is Tier.HBM:
                         client.sealed[slot] = block
+
+    def _seals(self, client: Client, tier: Tier, picks: list[int], blocks: list[int]) -> np.ndarray:
+        """Writes the blocks, once, and says so."""
+        seals = np.zeros(len(picks), dtype=SEAL)
+        for i, (slot, block) in enumerate(zip(picks, blocks, strict=True)):
+            if (tier, slot) not in client.said:
+                self.write(tier, slot, self.name(block))
+            client.said.add((tier, slot))
+            seals[i]["slot"], seals[i]["generation"] = slot, client.held[tier, slot]
+            seals[i]["namespace"], seals[i]["depth"] = client.namespace, block % self.BLOCKS
+            seals[i]["hash"] = self.hash_of(block)
+            if block % self.BLOCKS:
+                seals[i]["parent"] = self.hash_of(block - 1)
+        return seals
 
     def load(self, client: Client, count: int) -> None:
         """Copies DRAM → HBM and reports it."""
