@@ -111,7 +111,7 @@ class KvstoreBlockManager:
         return self._namespace.block_tokens
 
     def kv_pages(self) -> NDArray[np.uint8]:
-        """See BlockManager."""
+        """See BlockManager. Pages that no block table names may have no memory behind them: do not touch them."""
         return self._session.hbm.pages
 
     # ------------------------------------------------------------ waiting requests

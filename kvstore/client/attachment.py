@@ -139,12 +139,11 @@ class Attachment:
         state.renew(self.memory.tables.columns.shape, self._reply.max_message_blocks)
         self._reopen()
 
-    def wait_mapped(self, dram_slots: U32) -> None:
-        """See Connection.wait_mapped: a second hello fetches the whole set where a push did not come."""
-        if self.memory.dram.mapped(dram_slots):
-            return
-        if not self._descriptors.wait_mapped(self.memory, dram_slots, _MAP_TIMEOUT_S):
-            raise FailedPrecondition("the descriptor of a DRAM extent did not come: resuming")
+    def wait_mapped(self, hbm: U32, dram: U32) -> bool:
+        """See Connection.wait_mapped."""
+        if self.memory.mapped(hbm, dram):
+            return True
+        return self._descriptors.wait_mapped(self.memory, hbm, dram, _MAP_TIMEOUT_S)
 
     def _reopen_descriptors(self) -> bool:
         """Presents this process again where the connection was lost."""

@@ -27,6 +27,10 @@ __all__ = ["Descriptors", "MappedMemory"]
 
 _LOG = logging.getLogger("kvstore.client")
 _HBM_EXTENT_BYTES = 64 << 20
+_RANGE_FACTOR = 4
+"""Address space beyond a session's own budget, for extents that other sessions of the device bring."""
+
+U32 = NDArray[np.uint32]
 
 
 class MappedMemory:
@@ -38,6 +42,10 @@ class MappedMemory:
         self.tables = tables
         self.dram = dram
         self.hbm = hbm
+
+    def mapped(self, hbm: U32, dram: U32) -> bool:
+        """Whether this process can reach all of these slots. O(n)."""
+        return self.dram.mapped(dram) and (self.hbm is None or self.hbm.mapped(hbm))
 
 
 class Descriptors:
@@ -106,11 +114,11 @@ class Descriptors:
             self._socket.close()
         self.closed = True
 
-    def wait_mapped(self, memory: MappedMemory, slots: NDArray[np.uint32], timeout_s: float) -> bool:
-        """Waits until the DRAM extents of these slots are mapped: their descriptors travel on another socket."""
+    def wait_mapped(self, memory: MappedMemory, hbm: U32, dram: U32, timeout_s: float) -> bool:
+        """Waits until the extents of these slots are mapped: their descriptors travel on another socket."""
         deadline = time.monotonic() + timeout_s
         with self._arrived:
-            while not memory.dram.mapped(slots):
+            while not memory.mapped(hbm, dram):
                 left = deadline - time.monotonic()
                 if left <= 0 or self.closed:
                     return False
@@ -135,7 +143,7 @@ class Descriptors:
         try:
             self._receive_extents(memory, hbm)
             if known is None and self._hbm_bytes:
-                memory.hbm = self._map_hbm(memory, hbm)
+                self._map_hbm(memory, hbm)
         finally:
             for item in hbm:
                 item.close()
@@ -147,41 +155,30 @@ class Descriptors:
             if isinstance(received.message, wire.Ready):
                 return
             if isinstance(received.message, wire.Extent) and received.message.tier == Tier.HBM:
-                hbm.append(received)
+                hbm.append(received)  # their number decides how large the range is
             else:
                 self._apply(memory, received)
 
-    def _map_hbm(self, memory: MappedMemory, existing: list[wire.Received]) -> HbmMemory:
+    def _map_hbm(self, memory: MappedMemory, existing: list[wire.Received]) -> None:
         """Extents that outlived earlier workers first, then new ones up to the budget."""
         have = sum(_extent(item).nbytes for item in existing)
         wanted = self._hbm_bytes // self._slot_bytes * self._slot_bytes
         slots = memory.tables.columns.shape.hbm_slots
         if self._range is None:
-            self._range = HbmMemory(
-                slots=slots, slot_bytes=self._slot_bytes, capacity_bytes=max(have, wanted)
-            )
+            capacity_bytes = _RANGE_FACTOR * max(have, wanted)
+            self._range = HbmMemory(slots=slots, slot_bytes=self._slot_bytes, capacity_bytes=capacity_bytes)
         else:
             self._range.reset(slots)
         hbm = self._range
         for item in existing:
-            extent = _extent(item)
-            hbm.add(
-                extent=extent.extent,
-                fd=os.dup(item.fds[0]),
-                nbytes=extent.nbytes,
-                slot_base=extent.slot_base,
-                slots=extent.slots,
-            )
-        while have < wanted:
-            slots = min(max(1, _HBM_EXTENT_BYTES // self._slot_bytes), (wanted - have) // self._slot_bytes)
-            if not self._give_extent(memory, hbm, slots):
+            _add_hbm(hbm, item)
+        memory.hbm = hbm
+        most = max(1, _HBM_EXTENT_BYTES // self._slot_bytes)
+        while (missing := wanted // self._slot_bytes - hbm.num_pages) > 0:
+            if not self._give_extent(memory, hbm, min(most, missing)):
                 break
-            have += slots * self._slot_bytes
         if not hbm.num_pages:
             raise ResourceExhausted("the daemon accepted no HBM extent: see `kvstore status`")
-        if not len(hbm.pages):
-            hbm.finish()
-        return hbm
 
     def _give_extent(self, memory: MappedMemory, hbm: HbmMemory, slots: int) -> bool:
         """Makes an extent and gives it to the store. False: refused, the pool is as large as it may be."""
@@ -218,11 +215,13 @@ class Descriptors:
         return received
 
     def _apply(self, memory: MappedMemory, received: wire.Received) -> None:
-        """Maps or forgets one DRAM extent. HBM extents that come later belong to others."""
+        """Maps or forgets one extent. HBM that comes later was brought by another session of the device."""
         try:
             message = received.message
             if isinstance(message, wire.Extent) and message.tier == Tier.DRAM:
                 memory.dram.add(message.extent, os.dup(received.fds[0]), message.nbytes)
+            elif isinstance(message, wire.Extent) and memory.hbm is not None:
+                _add_hbm(memory.hbm, received)
             elif isinstance(message, wire.Dropped) and message.tier == Tier.DRAM:
                 memory.dram.remove(message.extent)
             elif isinstance(message, wire.Refused):
@@ -242,6 +241,17 @@ class Descriptors:
         self.closed = True
         with self._arrived:
             self._arrived.notify_all()
+
+
+def _add_hbm(hbm: HbmMemory, received: wire.Received) -> None:
+    extent = _extent(received)
+    hbm.add(
+        extent=extent.extent,
+        fd=os.dup(received.fds[0]),
+        nbytes=extent.nbytes,
+        slot_base=extent.slot_base,
+        slots=extent.slots,
+    )
 
 
 def _extent(received: wire.Received) -> wire.Extent:

@@ -95,20 +95,27 @@ class DramMemory:
 
 
 class HbmMemory:
-    """The HBM pages of this process: extents of one device and slot class, mapped in a row."""
+    """The HBM pages of this process: extents of one device and slot class, mapped in a row.
+
+    `pages` is the whole address range, `[pages, slot_bytes]`, the same array for good: extents that other sessions of
+    the device bring later are mapped behind the first ones. Only pages of slots that are held may be touched; the end
+    of the range is address space without memory.
+    """
 
     __slots__ = ("_page_of", "_slot_of", "_tier", "pages", "slot_bytes")
 
     def __init__(self, *, slots: int, slot_bytes: int, capacity_bytes: int) -> None:
         """`slots`: of the store's HBM pool; `capacity_bytes`: most that `add` will map."""
+        capacity_bytes = capacity_bytes // slot_bytes * slot_bytes
         self.slot_bytes = slot_bytes
-        self.pages: U8 = np.empty((0, slot_bytes), dtype=np.uint8)
         self._tier = TwinTier(capacity_bytes)
+        memory = (ctypes.c_uint8 * capacity_bytes).from_address(self._tier.base)
+        self.pages: U8 = np.ctypeslib.as_array(memory).reshape(-1, slot_bytes)
         self._page_of = np.full(slots, -1, dtype=np.int32)
         self._slot_of: U32 = np.empty(0, dtype=np.uint32)
 
     def add(self, *, extent: int, fd: int, nbytes: int, slot_base: int, slots: int) -> None:
-        """Maps an extent behind the others, before the engine gets `pages`. `fd` becomes ours."""
+        """Maps an extent behind the others. `fd` becomes ours. Raises: ResourceExhausted where the range is full."""
         if nbytes != slots * self.slot_bytes:
             os.close(fd)
             raise InvalidArgument("an HBM extent is a whole number of slots")
@@ -118,14 +125,8 @@ class HbmMemory:
         self._page_of[new] = np.arange(first, first + slots, dtype=np.int32)
         self._slot_of = np.concatenate([self._slot_of, new])
 
-    def finish(self) -> None:
-        """The first set is mapped: `pages` becomes one array of it, and stays that array."""
-        total = len(self._slot_of) * self.slot_bytes
-        memory = (ctypes.c_uint8 * total).from_address(self._tier.base)
-        self.pages = np.ctypeslib.as_array(memory).reshape(-1, self.slot_bytes)
-
     def reset(self, slots: int) -> None:
-        """Unmaps every extent and keeps the range: other extents come into the same place. `pages` stays valid then."""
+        """Unmaps every extent and keeps the range: other extents come into the same place."""
         for extent in self._tier.extents():
             self._tier.drop(extent)
         self._page_of = np.full(slots, -1, dtype=np.int32)
@@ -137,7 +138,7 @@ class HbmMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages that can be used."""
+        """Pages that have memory: the first ones."""
         return len(self._slot_of)
 
     def mapped(self, slots: U32) -> bool:

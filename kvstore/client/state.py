@@ -308,13 +308,13 @@ class SessionState:
             self._buffer = StepBuffer()
             self.max_message_blocks = max_message_blocks
 
-    def apply(self, message: pb.ServerMessage) -> None:
-        """One message of the daemon, in order."""
+    def apply(self, message: pb.ServerMessage, *, reachable: bool = True) -> None:
+        """One message of the daemon, in order. What is not `reachable` (mapped by this process) goes back at once."""
         kind = message.WhichOneof("body")
         if kind == "grant":
-            self._apply_grant(message.id, message.grant)
+            self._apply_grant(message.id, message.grant, reachable)
         elif kind == "slots":
-            self._apply_slots(message.id, message.slots)
+            self._apply_slots(message.id, message.slots, reachable)
         elif kind == "step_result":
             self._apply_step_result(message.id, message.step_result)
         elif kind == "error":
@@ -326,7 +326,7 @@ class SessionState:
                     self._events.append(Changed(leases=tuple(message.changed.leases)))
                 self._announce()
 
-    def _apply_grant(self, message_id: int, answer: pb.Grant) -> None:
+    def _apply_grant(self, message_id: int, answer: pb.Grant, reachable: bool) -> None:
         grant = grant_of(answer)
         with self.lock:
             self._seen = message_id
@@ -335,18 +335,25 @@ class SessionState:
             self.hbm.granted(grant.hbm_slots[hbm], grant.hbm_generations[hbm])
             self.hbm.granted(grant.reserve_slots, grant.reserve_generations)
             self.dram.granted(grant.dram_slots[dram], grant.dram_generations[dram])
-            if not isinstance(item, PendingGrant) or item.abandoned:
+            if not isinstance(item, PendingGrant) or item.abandoned or not reachable:
                 self._drop_grant(grant)
+                if isinstance(item, PendingGrant):
+                    item.fail(Aborted("the grant was abandoned, or lies in memory that is not mapped"))
             else:
                 item.resolve(grant)
             self._announce()
 
-    def _apply_slots(self, message_id: int, answer: pb.Slots) -> None:
+    def _apply_slots(self, message_id: int, answer: pb.Slots, reachable: bool) -> None:
         slots = slots_of(answer)
         with self.lock:
             self._seen = message_id
             self.hbm.credited(slots.hbm_slots, slots.hbm_generations)
             self.dram.credited(slots.dram_slots, slots.dram_generations)
+            if not reachable:
+                _LOG.warning("slots in hand lie in memory that is not mapped: given back")
+                self.hbm.give_back()
+                self.dram.give_back()
+                self._send_step()
             self._wants()  # full again, perhaps: then nothing is asked for until half is used
             self._announce()
         self.listener.room()

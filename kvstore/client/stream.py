@@ -48,8 +48,8 @@ class Connection(Protocol):
         """Attaches a new session in the place of one that is gone."""
         ...
 
-    def wait_mapped(self, dram_slots: NDArray[np.uint32]) -> None:
-        """Returns when these slots can be reached, or gives up after a while with a warning."""
+    def wait_mapped(self, hbm: NDArray[np.uint32], dram: NDArray[np.uint32]) -> bool:
+        """Whether these slots can be reached, after a moment's wait where their extents are new."""
         ...
 
 
@@ -127,8 +127,7 @@ class Stream:
                 return False
             for message in call:
                 came = True
-                self._ensure_mapped(message)
-                self._state.apply(message)
+                self._state.apply(message, reachable=self._reachable(message))
                 fault("client.applied")
         except grpc.RpcError as error:
             if not self._stopping.is_set():
@@ -144,9 +143,11 @@ class Stream:
             fault("client.composed")
             yield message
 
-    def _ensure_mapped(self, message: pb.ServerMessage) -> None:
-        """Descriptors of new DRAM extents travel on another socket: wait for them before anybody uses the slots."""
-        for body in (message.grant, message.slots):
-            if body.dram_slots:
-                slots = u32_of(body.dram_slots)
-                self._connection.wait_mapped(slots[given(slots)])
+    def _reachable(self, message: pb.ServerMessage) -> bool:
+        """Descriptors of new extents travel on another socket: wait for them before anybody uses the slots."""
+        grant, ahead = message.grant, message.slots
+        if not (grant.hbm_slots or grant.reserve_slots or ahead.hbm_slots or ahead.dram_slots):
+            return True
+        hbm = u32_of(grant.hbm_slots + grant.reserve_slots + ahead.hbm_slots)
+        dram = u32_of(grant.dram_slots + ahead.dram_slots)
+        return self._connection.wait_mapped(hbm[given(hbm)], dram[given(dram)])

@@ -127,6 +127,21 @@ def test_two_sessions_share_one_device(service: Service) -> None:
         two.await_nothing_used()
 
 
+def test_a_session_uses_the_hbm_that_another_brings(tmp_path: Path) -> None:
+    """A slot of an extent that came after the first set was taken for the last page of the pool."""
+    with started(small_config(tmp_path)) as service, attached(service.socket, "small", pages=32) as small:
+        with attached(service.socket, "large", pages=96) as large:
+            request = large.enqueue("most", prompt(20 * B + 1))
+            large.admit(request)
+            large.fill(request, 0)
+            assert small.run("larger than its own budget", prompt(40 * B + 1)).cached_tokens == 0
+            assert small.session.hbm.num_pages == 96
+            large.check(request, 20)
+            large.release(request)
+        small.await_nothing_used()
+        assert service.faults() == []
+
+
 def test_one_prompt_asked_64_times_is_computed_once(engine: Driver) -> None:
     """64 requests with one system prompt computed it 64 times."""
     tokens = prompt(6 * B + 1)
