@@ -153,6 +153,13 @@ class _Screen:
 
     def show(self, row: Row) -> None:
         self._rows.append(row)
+        if not self._console.is_terminal:
+            print(
+                f"{row.step}: first token after {row.ttft_s:.2f} s, {row.cached_tokens:,} of {row.prompt_tokens:,} cached "
+                f"({_tiers(row.cached_by_tier) or 'nowhere'}), {'same' if row.identical else 'ANOTHER'} answer",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _render(self) -> RenderableType:
         status = self._status
