@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["RESULTS", "Figure", "comparison", "read_baseline", "write_result"]
@@ -45,7 +46,7 @@ def comparison(title: str, figures: Sequence[Figure], baseline: Mapping[str, flo
     for figure in figures:
         stored = baseline.get(figure.name)
         style = "" if figure.reached else "[red]"
-        row = [figure.name, f"{style}{_number(figure.value)} {figure.unit}".rstrip()]
+        row = [escape(figure.name), f"{style}{_number(figure.value)} {figure.unit}".rstrip()]
         if bounds:
             row.append(_bound(figure))
         row.append("" if stored is None else f"{_number(stored)} {figure.unit}".rstrip())

@@ -18,7 +18,7 @@ from kvstore.moves import Outcome
 TINY = replace(
     SHORT,
     rows=8192,
-    max_rows=1 << 15,
+    max_rows=1 << 16,
     samples=3,
     loaded_samples=4,
     clients=2,

@@ -27,6 +27,10 @@ def test_a_figure_stands_beside_the_stored_one() -> None:
     assert rows == [["match", "0.5 ms", "≤ 1", "0.25 ms", "2.00"]]
 
 
+def test_a_name_in_brackets_is_no_markup() -> None:
+    assert rendered([Figure(name="find[removed]", value=1, unit="µs")], {})[0][0] == "find[removed]"
+
+
 def test_a_figure_without_a_stored_one() -> None:
     assert rendered([Figure(name="new", value=12345.6, unit="/s")], {}) == [["new", "12,346 /s", "", ""]]
 
