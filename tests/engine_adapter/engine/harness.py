@@ -36,7 +36,9 @@ class Sequences:
         shared = self.tables[prefix_of][: cached // self.block_tokens].tolist() if cached else []
         own = [self._free.pop() for _ in range(total - len(shared))]
         index = len(self.requests)
-        request = Request(id=RequestId(str(index)), tokens=list(tokens), num_prompt=len(tokens), num_computed=cached)
+        request = Request(
+            id=RequestId(str(index)), tokens=list(tokens), num_prompt=len(tokens), num_computed=cached
+        )
         self.requests.append(request)
         self.tables.append(np.array(shared + own, np.int32))
         return index
@@ -51,7 +53,11 @@ class Sequences:
         tables = np.stack([np.pad(self.tables[i], (0, width - len(self.tables[i]))) for i, _ in work])
         contexts = np.array([end for _, end in work], np.int32)
         batch = AttentionBatch(num_rows=int(ends[-1]), block_tables=tables, rows=rows, context_lens=contexts)
-        flat = [t for (i, end), start in zip(work, starts, strict=True) for t in self.requests[i].tokens[start:end]]
+        flat = [
+            t
+            for (i, end), start in zip(work, starts, strict=True)
+            for t in self.requests[i].tokens[start:end]
+        ]
         hidden = self.model.forward(
             torch.tensor(flat), torch.from_numpy(batch.positions()), backend.plan(batch)
         )

@@ -29,7 +29,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         }
     },
-    "rope-parameters": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    "rope-parameters": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
 }
 
@@ -52,7 +55,9 @@ def test_every_architecture_option_matches_transformers(variant: str, tmp_path: 
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_prompts_of_many_lengths_match_in_chunks_and_behind_cached_prefixes(tiny_folder: Path, batch: int) -> None:
+def test_prompts_of_many_lengths_match_in_chunks_and_behind_cached_prefixes(
+    tiny_folder: Path, batch: int
+) -> None:
     """Exactly k blocks, shorter than a block, one token over; cold, chunked, and sharing the pages of another."""
     model = tiny.load(tiny_folder).model
     prompts = [random_tokens(n, seed=n) for n in (32, 5, 33, 1, 150, 64, 17, 100)][:batch]
@@ -62,7 +67,11 @@ def test_prompts_of_many_lengths_match_in_chunks_and_behind_cached_prefixes(tiny
         sequences.add(prompt)
     cold: list[list[Tensor]] = [[] for _ in prompts]
     for end in range(23, 184, 23):  # chunks that end anywhere, all prompts in one batch
-        work = [(i, min(end, len(p))) for i, p in enumerate(prompts) if sequences.requests[i].num_computed < len(p)]
+        work = [
+            (i, min(end, len(p)))
+            for i, p in enumerate(prompts)
+            if sequences.requests[i].num_computed < len(p)
+        ]
         if work:
             for (i, _), logits in zip(work, sequences.forward(backend, work), strict=True):
                 cold[i].append(logits)

@@ -42,15 +42,23 @@ def blocks(source: ModelSource) -> PrefixCacheBlocks:
 
 
 @pytest.mark.slow
-def test_logits_and_tokens_match_transformers_own_conversion(source: ModelSource, loaded: LoadedModel) -> None:
+def test_logits_and_tokens_match_transformers_own_conversion(
+    source: ModelSource, loaded: LoadedModel
+) -> None:
     """Batch of one and of eight, cold, in chunks and behind cached prefixes; the q/k permutation above all."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     folder, name = source.path.parent, source.path.name
-    reference = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder, gguf_file=name)).eval()
-    converted = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=reference)["tensors"]
-    missing = reference.load_state_dict({key: torch.as_tensor(value) for key, value in converted.items()}, strict=False)
+    reference = transformers.LlamaForCausalLM(
+        transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
+    ).eval()
+    converted = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=reference)[
+        "tensors"
+    ]
+    missing = reference.load_state_dict(
+        {key: torch.as_tensor(value) for key, value in converted.items()}, strict=False
+    )
     assert missing.missing_keys in ([], ["lm_head.weight"])
     reference.tie_weights()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
@@ -64,7 +72,9 @@ def test_logits_and_tokens_match_transformers_own_conversion(source: ModelSource
     backend = SdpaAttention(sequences.pool)
     for tokens in prompts:
         sequences.add(tokens)
-    for i, logits in enumerate(sequences.forward(backend, [(i, min(20, len(t))) for i, t in enumerate(prompts)])):
+    for i, logits in enumerate(
+        sequences.forward(backend, [(i, min(20, len(t))) for i, t in enumerate(prompts)])
+    ):
         torch.testing.assert_close(logits, expected[i][: len(logits)], atol=1e-3, rtol=0)
     for i, tokens in enumerate(prompts):  # the rest alone, in one chunk
         if len(tokens) > 20:

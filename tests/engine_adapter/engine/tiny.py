@@ -44,7 +44,9 @@ def random_weights(raw: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
 
-    weights = {"model.embed_tokens.weight": torch.randn(config.vocab_size, config.hidden_size, generator=generator)}
+    weights = {
+        "model.embed_tokens.weight": torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    }
     for layer in range(config.num_layers):
         weights |= {f"model.layers.{layer}.{k}": v for k, v in _layer(config, matrix).items()}
     weights["model.norm.weight"] = matrix(config.hidden_size) + 1
@@ -89,7 +91,9 @@ def save_folder(
     tensors = {name: tensor.to(dtype) for name, tensor in random_weights(raw, seed).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
+    )
     return folder
 
 

@@ -1,0 +1,270 @@
+"""The scheduler alone: no model runs, a sampled token is a number."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine_adapter.base import Admission, BlockManager, RequestId
+from engine_adapter.engine.plain import PlainBlockManager
+from engine_adapter.engine.request import Chunk, Request
+from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
+
+BLOCK = 16
+
+
+def plain(num_pages: int = 64) -> PlainBlockManager:
+    return PlainBlockManager(num_pages=num_pages, page_bytes=64, block_tokens=BLOCK)
+
+
+def cache(num_pages: int = 64) -> PrefixCacheBlocks:
+    return PrefixCacheBlocks(num_pages=num_pages, page_bytes=64, block_tokens=BLOCK)
+
+
+def scheduler(blocks: BlockManager, **bounds: int) -> Scheduler:
+    defaults = {"max_batch_tokens": 80, "max_running": 8}
+    return Scheduler(SchedulerConfig(**{**defaults, **bounds}), blocks)
+
+
+def request(name: str, tokens: Sequence[int] | int) -> Request:
+    listed = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
+    return Request(id=RequestId(name), tokens=listed, num_prompt=len(listed))
+
+
+class Driver:
+    """Plays the engine: computes nothing, samples 1000 + n, finishes a request after `answer` tokens."""
+
+    def __init__(self, subject: Scheduler, answer: int = 5) -> None:
+        self.subject = subject
+        self.answer = answer
+        self.steps: list[list[Chunk]] = []
+        self.finished: list[str] = []
+
+    def step(self) -> list[Chunk]:
+        chunks = self.subject.schedule()
+        for chunk in chunks:
+            assert chunk.start == chunk.request.num_computed < chunk.end
+        assert len({chunk.request.id for chunk in chunks}) == len(chunks)
+        self.subject.complete(chunks)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.tokens.append(1000 + chunk.request.num_generated)
+                if chunk.request.num_generated == self.answer:
+                    self.subject.remove(chunk.request)
+                    self.finished.append(chunk.request.id)
+        self.steps.append(chunks)
+        return chunks
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            stats = self.subject.stats()
+            if not stats.waiting + stats.running:
+                return
+            self.step()
+        raise AssertionError(f"not finished after {limit} steps: {self.subject.stats()}")
+
+
+def spans(chunks: list[Chunk]) -> list[tuple[str, int, int]]:
+    return [(chunk.request.id, chunk.start, chunk.end) for chunk in chunks]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+    driver = Driver(scheduler(plain()))
+    driver.subject.add(request("short", 10))
+    assert spans(driver.step()) == [("short", 0, 10)]
+    driver.subject.add(request("long", 200))
+    assert spans(driver.step()) == [("short", 10, 11), ("long", 0, 79)]
+    assert spans(driver.step()) == [("short", 11, 12), ("long", 79, 158)]
+    assert spans(driver.step()) == [("short", 12, 13), ("long", 158, 200)]
+    driver.run()
+    assert driver.finished == ["short", "long"]
+
+
+def test_chunks_end_on_the_grid_in_deterministic_mode() -> None:
+    driver = Driver(scheduler(plain(), grid_tokens=64, max_batch_tokens=150))
+    driver.subject.add(request("a", 200))
+    driver.subject.add(request("b", 100))
+    assert spans(driver.step()) == [("a", 0, 128)]
+    assert spans(driver.step()) == [("a", 128, 200), ("b", 0, 64)]
+    assert spans(driver.step()) == [("a", 200, 201), ("b", 64, 100)]
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK, BLOCK - 1, 2 * BLOCK + 1, 1])
+def test_prompts_at_block_boundaries(length: int) -> None:
+    """A prompt of exactly k blocks left no token to compute on a full hit; shorter than a block has nothing to hit."""
+    blocks = cache()
+    for again in range(2):
+        driver = Driver(scheduler(blocks))
+        prompt = request("r", length)
+        driver.subject.add(prompt)
+        driver.step()
+        assert prompt.admission is not None
+        assert prompt.admission.cached_tokens == again * ((length - 1) // BLOCK * BLOCK)
+        driver.run()
+        blocks.check_integrity()
+    assert len(blocks.sealed) == (length + driver.answer - 1) // BLOCK
+
+
+def test_64_requests_with_one_system_prompt_compute_it_once() -> None:
+    """Elsewhere 64 requests that arrive together each computed the same prefix."""
+    blocks = cache(num_pages=600)
+    driver = Driver(scheduler(blocks, max_running=64, max_batch_tokens=300))
+    system = list(range(20 * BLOCK))
+    for i in range(64):
+        driver.subject.add(request(f"r{i}", [*system, 5000 + i, 6000 + i]))
+    driver.run()
+    assert blocks.computed_tokens == len(system) + 64 * 2
+    assert len(driver.finished) == 64
+    blocks.check_integrity()
+
+
+def test_the_one_that_computes_a_prefix_is_aborted_and_another_takes_over() -> None:
+    blocks = cache()
+    driver = Driver(scheduler(blocks))
+    first, second = request("first", 200), request("second", 200)
+    driver.subject.add(first)
+    driver.subject.add(second)
+    assert spans(driver.step()) == [("first", 0, 80)]
+    driver.subject.remove(first)
+    assert spans(driver.step()) == [("second", 80, 160)]  # what was sealed is a hit, the rest is its own now
+    driver.run()
+    blocks.check_integrity()
+
+
+def test_the_newest_request_is_preempted_and_computed_again() -> None:
+    blocks = plain(num_pages=7)
+    driver = Driver(scheduler(blocks), answer=40)
+    requests = [request("old", 40), request("new", 40)]
+    for item in requests:
+        driver.subject.add(item)
+    driver.run()
+    assert driver.finished == ["old", "new"]
+    assert requests[0].num_preemptions == 0
+    assert requests[1].num_preemptions >= 1
+    assert [len(item.tokens) for item in requests] == [80, 80]
+    blocks.check_integrity()
+
+
+def test_preemption_keeps_what_was_sealed() -> None:
+    blocks = cache(num_pages=9)
+    driver = Driver(scheduler(blocks), answer=60)
+    for name, start in (("old", 0), ("new", 500)):
+        driver.subject.add(request(name, list(range(start, start + 40))))
+    driver.run()
+    blocks.check_integrity()
+    assert driver.subject.stats().preemptions_total >= 1
+    recomputed = blocks.computed_tokens - 80
+    assert 0 < recomputed < 100  # the prompt's full blocks were hits again
+
+
+def test_a_request_is_never_both_preempted_and_run_in_one_step() -> None:
+    """A preempted victim that stays in the batch writes into pages that are somebody else's already."""
+    blocks = plain(num_pages=10)
+    driver = Driver(scheduler(blocks), answer=30)
+    requests = [request(f"r{i}", 16 * (1 + i % 3)) for i in range(6)]
+    for item in requests:
+        driver.subject.add(item)
+    for _ in range(400):
+        before = {item.id: item.num_preemptions for item in requests}
+        chunks = driver.subject.schedule()
+        for chunk in chunks:
+            table = blocks.pages(chunk.request.id)
+            assert len(table) * BLOCK >= chunk.end
+            assert chunk.request.num_preemptions == before[chunk.request.id] or chunk.start == 0
+        blocks.check_integrity()
+        driver.subject.complete(chunks)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.tokens.append(7)
+                if chunk.request.num_generated == 30:
+                    driver.subject.remove(chunk.request)
+    assert driver.subject.stats().running + driver.subject.stats().waiting == 0
+
+
+class Refusing(PlainBlockManager):
+    """Admits only requests whose id is not in `refused`."""
+
+    refused: set[str]
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        return None if request in self.refused else super().admit(request, num_tokens)
+
+
+def refusing(*names: str) -> Refusing:
+    blocks = Refusing(num_pages=64, page_bytes=64, block_tokens=BLOCK)
+    blocks.refused = set(names)
+    return blocks
+
+
+def test_a_request_that_is_not_admitted_yet_holds_nobody_up() -> None:
+    blocks = refusing("loading")
+    driver = Driver(scheduler(blocks))
+    for name in ("loading", "a", "b"):
+        driver.subject.add(request(name, 10))
+    assert [chunk.request.id for chunk in driver.step()] == ["a", "b"]
+    blocks.refused.clear()
+    assert [chunk.request.id for chunk in driver.step()] == ["a", "b", "loading"]
+
+
+def test_a_request_passed_over_too_often_is_next() -> None:
+    """Without a bound a big request starves for as long as small ones keep coming."""
+    blocks = refusing("big")
+    driver = Driver(scheduler(blocks, patience=10), answer=2)
+    driver.subject.add(request("big", 100))
+    for i in range(40):
+        driver.subject.add(request(f"small{i}", 20))
+        driver.step()
+    admitted = len(driver.finished) + driver.subject.stats().running
+    assert admitted < 40
+    for _ in range(5):
+        driver.step()
+    assert driver.subject.stats().running == 0
+    blocks.refused.clear()
+    assert driver.step()[0].request.id == "big"
+    driver.run()
+    assert len(driver.finished) == 41
+
+
+def test_waiting_requests_keep_their_order_when_passed_over() -> None:
+    blocks = refusing("a", "b", "c")
+    driver = Driver(scheduler(blocks))
+    for name in "abcd":
+        driver.subject.add(request(name, 10))
+    driver.step()
+    blocks.refused.clear()
+    assert [chunk.request.id for chunk in driver.step()] == ["d", "a", "b", "c"]
+
+
+def test_queues_and_questions_are_bounded() -> None:
+    blocks = cache()
+    subject = scheduler(blocks, max_waiting=30, max_running=4)
+    assert all(subject.add(request(f"r{i}", list(range(40)))) for i in range(30))
+    assert not subject.add(request("one too many", 10))
+    subject.schedule()
+    assert blocks.calls.count("admit") <= 5
+    assert "wait" not in blocks.calls
+
+
+def test_decoding_commits_only_when_a_block_is_full() -> None:
+    blocks = cache()
+    driver = Driver(scheduler(blocks), answer=40)
+    driver.subject.add(request("r", 10))
+    driver.run()
+    assert blocks.calls.count("commit") == 3
+
+
+def test_removing_a_waiting_request_releases_it() -> None:
+    blocks = refusing("a")
+    subject = scheduler(blocks)
+    waiting = request("a", 10)
+    subject.add(waiting)
+    subject.schedule()
+    subject.remove(waiting)
+    assert subject.stats().waiting == 0
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("bounds", [{"max_batch_tokens": 8}, {"patience": 0}, {"grid_tokens": 0}])
+def test_bounds_that_could_stop_a_prefill_are_refused(bounds: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"must be"):
+        scheduler(plain(), **bounds)
