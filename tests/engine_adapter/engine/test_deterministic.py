@@ -52,7 +52,7 @@ def test_any_cached_prefix_gives_the_bits_of_the_cold_run(model: Llama, block_to
     sequences.add(TOKENS)
     runner = sequences.tiled()
     expected = sequences.run(runner, [(0, LENGTH)])
-    assert torch.equal(expected[0], cold(model, 16))  # nor does the size of the blocks matter
+    assert torch.equal(expected[0], cold(model, block_tokens))
     for cached in range(block_tokens, LENGTH, block_tokens):
         warm = sequences.add(TOKENS, cached=cached, prefix_of=0)
         assert torch.equal(sequences.run(runner, [(warm, LENGTH)]), expected), cached
