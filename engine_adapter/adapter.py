@@ -34,6 +34,8 @@ __all__ = ["KvstoreBlockManager"]
 _U32 = NDArray[np.uint32]
 _NO_SLOTS: _U32 = np.empty(0, dtype=np.uint32)
 _NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+_MAX_UNCOPIED_S = 1.0
+"""How long a published page may wait for room in DRAM while a request lacks pages."""
 _RETRY_S = 0.02
 """After an answer that was short of slots: ask again no sooner, unless the store says that something changed."""
 
@@ -182,6 +184,8 @@ class KvstoreBlockManager:
         if extra is None:
             short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
             self._wait_for_change(entry, retry_s=_RETRY_S if short else self._patience_s)
+            if short:
+                self.write_through.shed(_MAX_UNCOPIED_S)
             if short and not self._num_admitted:
                 self._session.pause_credit()  # nothing decodes: the slots in hand may be those that are lacking
             return
@@ -321,15 +325,25 @@ class KvstoreBlockManager:
     def end_step(self) -> None:
         """See BlockManager."""
         self._session.step()
+        self._absorb_events()
 
     def wait(self, timeout_s: float) -> None:
         """See BlockManager."""
         self._session.step()
+        self._absorb_events()
+        if any(self._may_go_on(entry) for entry in self._requests.values()):
+            return
         retries = [entry.retry_at for entry in self._requests.values() if entry.phase is _Phase.QUEUED]
         soonest = max(0.001, min(retries) - self._clock()) if retries else timeout_s
         self._session.wait(min(timeout_s, soonest))
 
     # ------------------------------------------------------------ parts
+
+    def _may_go_on(self, entry: _Request) -> bool:
+        """Whether what a waiting request waits for is here."""
+        if entry.phase is _Phase.ASKED:
+            return entry.grant is not None and entry.grant.done()
+        return entry.phase is _Phase.LOADING and (entry.load is None or entry.load.loaded)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

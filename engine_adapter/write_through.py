@@ -8,7 +8,10 @@ not come, the oldest blocks of a bounded backlog are let go of and stay in HBM a
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -32,6 +35,12 @@ def copies(sources: SlotRun, targets: SlotRun) -> NDArray[np.void]:
     return records
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    run: SlotRun
+    since: float
+
+
 class WriteThrough(Listener):
     """The listener of one session."""
 
@@ -40,7 +49,7 @@ class WriteThrough(Listener):
         self._copier = copier
         self._max_backlog_blocks = max_backlog_blocks
         self._lock = threading.Lock()
-        self._backlog: deque[SlotRun] = deque()
+        self._backlog: deque[_Waiting] = deque()
         self._backlog_blocks = 0
         self._copying_blocks = 0
         self.dropped_blocks = 0
@@ -53,9 +62,9 @@ class WriteThrough(Listener):
         run = SlotRun(slots=published["slot"].copy(), generations=published["generation"].copy())
         self._session.share_hbm(run.slots)
         with self._lock:
-            self._backlog.append(run)
+            self._backlog.append(_Waiting(run, time.monotonic()))
             self._backlog_blocks += len(run)
-        self._trim()
+        self._shed(lambda _: self._backlog_blocks > self._max_backlog_blocks)
         self._pump()
 
     @property
@@ -68,12 +77,17 @@ class WriteThrough(Listener):
         """Pairs what waits with the room that came."""
         self._pump()
 
-    def _trim(self) -> None:
+    def shed(self, older_than_s: float) -> None:
+        """Lets go of what has waited longer than that: its pages are wanted, and no room comes."""
+        until = time.monotonic() - older_than_s
+        self._shed(lambda oldest: oldest.since < until)
+
+    def _shed(self, wanted: Callable[[_Waiting], bool]) -> None:
         while True:
             with self._lock:
-                if self._backlog_blocks <= self._max_backlog_blocks or len(self._backlog) < 2:
+                if not self._backlog or not wanted(self._backlog[0]):
                     return
-                oldest = self._backlog.popleft()
+                oldest = self._backlog.popleft().run
                 self._backlog_blocks -= len(oldest)
                 self.dropped_blocks += len(oldest)
             self._session.step(dropped_hbm=oldest.slots)
@@ -91,6 +105,7 @@ class WriteThrough(Listener):
             )
             if not self._copier.submit(batch):
                 self._ended(len(sources))
+                self.dropped_blocks += len(sources)
                 self._session.step(dropped_hbm=sources.slots, dropped_dram=targets.slots)
                 return
 
@@ -99,18 +114,19 @@ class WriteThrough(Listener):
         with self._lock:
             if not self._backlog:
                 return None
-            oldest = self._backlog.popleft()
-            count = min(len(oldest), self._session.room_in_hand, _BATCH_BLOCKS)
+            waiting = self._backlog[0]
+            run = waiting.run
+            count = min(len(run), self._session.room_in_hand, _BATCH_BLOCKS)
             room = self._session.take_room(count) if count else None
             if room is None:
-                self._backlog.appendleft(oldest)
                 return None
-            if count < len(oldest):
-                rest = SlotRun(slots=oldest.slots[count:], generations=oldest.generations[count:])
-                self._backlog.appendleft(rest)
+            self._backlog.popleft()
+            if count < len(run):
+                rest = SlotRun(slots=run.slots[count:], generations=run.generations[count:])
+                self._backlog.appendleft(_Waiting(rest, waiting.since))
             self._backlog_blocks -= count
             self._copying_blocks += count
-            return SlotRun(slots=oldest.slots[:count], generations=oldest.generations[:count]), room
+            return SlotRun(slots=run.slots[:count], generations=run.generations[:count]), room
 
     def _ended(self, blocks: int) -> None:
         with self._lock:

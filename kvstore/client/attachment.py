@@ -134,10 +134,16 @@ class Attachment:
         old = self.memory
         self._reply = self._attach(None)
         self._descriptors = self._open_descriptors(old.hbm)
-        self.memory = self._descriptors.open()
+        try:
+            self.memory = self._descriptors.open()
+            self._reopen()
+        except BaseException:
+            self._descriptors.close()
+            self._detach()
+            self.memory = old
+            raise
         old.dram.close()
         state.renew(self.memory.tables.columns.shape, self._reply.max_message_blocks)
-        self._reopen()
 
     def wait_mapped(self, hbm: U32, dram: U32) -> bool:
         """See Connection.wait_mapped."""

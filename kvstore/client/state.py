@@ -32,6 +32,7 @@ __all__ = ["Listener", "SessionState", "Statement", "Targets"]
 
 _LOG = logging.getLogger("kvstore.client")
 _MAX_QUEUED = 8192
+_LOOK_AGAIN_S = 5.0  # no wait without a bound, though every change wakes this one
 _MAX_EVENTS = 65536
 
 
@@ -69,7 +70,7 @@ class Listener:
 
 
 class SessionState:
-    """See the module. `on_work` wakes whoever composes messages; `wait` is for the engine when it is idle."""
+    """See the module. `sendable` wakes whoever composes messages, `news` whoever waits for answers."""
 
     def __init__(self, shape: TableShape, max_message_blocks: int, targets: Targets) -> None:
         self.lock = threading.Lock()
@@ -238,7 +239,7 @@ class SessionState:
                 if message is not None:
                     self.sent_messages += 1
                     return message
-                self.sendable.wait()
+                self.sendable.wait(_LOOK_AGAIN_S)
             return None
 
     def open_stream(self) -> int:
@@ -396,6 +397,10 @@ class SessionState:
         dropped_hbm: NDArray[np.uint32],
         dropped_dram: NDArray[np.uint32],
     ) -> None:
+        # What was lost meanwhile (the session is gone) is not reported: nobody would answer.
+        seals = seals[self.hbm.held[seals["slot"]]]
+        loads = loads[self.hbm.held[loads["target"]]]
+        stores = stores[self.dram.held[stores["target"]]]
         for part, buffer in (
             (seals, self._buffer.seals),
             (loads, self._buffer.loads),

@@ -430,13 +430,15 @@ def test_everything_killed_is_a_new_session_behind_the_same_pages(tmp_path: Path
         pages = engine.blocks.kv_pages()
         running = engine.enqueue("running", tokens)
         engine.admit(running)
-        engine.fill(running, 0)
+        engine.fill(running, 0, 5 * B)
         daemon, keeper = first.daemon_pid, first.keeper_pid
         os.kill(keeper, signal.SIGKILL)
         os.kill(daemon, signal.SIGKILL)
         with started(config) as second:
             wait_for("the loss", lambda: not engine.session.connected and _step(engine))
             time.sleep(1.0)
+            engine.fill(running, 5 * B)  # it goes on in its own pages, and what it seals is lost
+            engine.blocks.end_step()
             engine.check(running, 6)
             assert not engine.session.connected  # not before its pages are free
             engine.release(running)

@@ -236,6 +236,7 @@ def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) ->
         try:
             played.begin()
             for action in actions:
+                began = time.monotonic()
                 if action == "daemon":
                     played.kill_daemon()
                 elif action == "daemon-point":
@@ -251,6 +252,7 @@ def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) ->
                 else:
                     played.stop_worker()
                 played.check()
+                print(f"{action} {time.monotonic() - began:.1f} s", end=", ")
             played.quiesce()
             print(f"round {number}: {played.kills} kills, {_summary(played)}")
             assert played.kills == len(actions) - 1

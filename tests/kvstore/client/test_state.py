@@ -373,6 +373,7 @@ def test_unanswered_messages_are_bounded() -> None:
     rig.acquire(1)
     message = rig.sent()
     rig.grant(message, u32(1))
+    rig.answer(slots=pb.Slots(dram_slots=u32(0).tobytes(), dram_generations=u32(1).tobytes()))
     copies = np.zeros(1, dtype=COPY)
     for _ in range(3000):
         rig.step(stores=copies)
