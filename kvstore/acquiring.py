@@ -235,6 +235,7 @@ class Acquiring:
         dram = state.columns.dram[rows]
         promoting = state.dram.filling(dram) & ~pending
         ready |= state.dram.sealed(dram)
+        ready &= ~pending  # somebody is loading it: wait for that one copy
         below = self._moving.promotable(rows) & ~pending & ~ready
         below &= self._of_size(Tier.NVME, state.columns.nvme[rows], below, session)
         usable = pending | promoting | ready | below

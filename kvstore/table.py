@@ -85,9 +85,23 @@ class BlockTable:
         return known & ((self.columns.state[np.where(known, rows, 0)] & _STATE_BITS) == np.uint64(wanted))
 
     def reserve(self, *, hashes: U64, namespaces: U32 | int, depths: U32, parents: U32, touches: U64) -> U32:
-        """Makes FILLING rows for distinct hashes that no row has: [n] rows, NONE where table or index is full."""
+        """Makes FILLING rows for distinct hashes: [n] rows, NONE where table or index is full or a row has the hash.
+
+        The latter is a block of another namespace: keys differ, so it takes a client that makes hashes up.
+        """
         columns = self.columns
         got = np.full(len(hashes), NONE, dtype=np.uint32)
+        new = self.index.find(hashes) == NONE
+        if not new.all():
+            if new.any():
+                got[new] = self.reserve(
+                    hashes=hashes[new],
+                    namespaces=namespaces if isinstance(namespaces, int) else namespaces[new],
+                    depths=depths[new],
+                    parents=parents[new],
+                    touches=touches[new],
+                )
+            return got
         rows = self.runs.take(len(hashes))
         n = len(rows)
         if not n:
