@@ -43,7 +43,6 @@ _MEANING = {
     "disk": "everything killed with -9, only the slabs are left",
 }
 _MIN_CACHED = 0.95
-_MAX_SOCKET_FOLDER_BYTES = 80
 _MAX_STATUS_CHARACTERS = 100
 
 
@@ -57,7 +56,9 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Length of the answer.", min=1)] = 32,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Existing folder to work in; a temporary one below it is made."),
+        typer.Option(
+            "--dir", help="Existing folder for the disk tier, which goes into a temporary folder in it."
+        ),
     ] = None,
     dram: Annotated[str, typer.Option(help="DRAM tier.")] = "512MiB",
     nvme: Annotated[str, typer.Option(help="Disk tier.")] = "1GiB",
@@ -70,9 +71,10 @@ def demo(
     prompt = _shipped_prompt() if prompt_file is None else read_prompt(None, prompt_file)
     slot_bytes = model_geometry(find_model(model), block_tokens=block_tokens, dtype="float32").slot_bytes
     model_path = model if not Path(model).exists() else str(Path(model).resolve())
-    with _folder(directory) as folder, _household() as household:
+    with _folder(None) as folder, _folder(directory) as slabs, _household() as household:
         options = DemoOptions(
             folder=folder,
+            slabs=slabs,
             model=model_path,
             prompt=prompt,
             raw=raw,
@@ -84,7 +86,7 @@ def demo(
             block_tokens=block_tokens,
             threads=threads,
         )
-        check_space(folder, options.nvme_bytes)
+        check_space(slabs, options.nvme_bytes)
         screen = _Screen()
         run = Demo(options=options, household=household, tell=screen.tell, show=screen.show)
         with screen.live:
@@ -106,13 +108,11 @@ def _size(flag: str, text: str) -> int:
 
 @contextmanager
 def _folder(parent: Path | None) -> Iterator[Path]:
-    """A temporary folder of the demo's own, gone at the end. Its sockets' paths must not be too long."""
+    """A temporary folder of the demo's own, gone at the end."""
     if parent is not None and not parent.is_dir():
         raise NotFound(f"--dir {parent}: no such folder; make it first")
     folder = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=parent)).resolve()
     try:
-        if len(str(folder).encode()) > _MAX_SOCKET_FOLDER_BYTES:
-            raise ConfigError(f"{folder} is too long for a socket's path: give a shorter --dir")
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,8 +130,8 @@ def _household() -> Iterator[Household]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _terminated(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+def _terminated(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # as the shell shows it; everything on the way out is cleaned up
 
 
 class _Screen:
@@ -155,8 +155,8 @@ class _Screen:
         self._rows.append(row)
         if not self._console.is_terminal:
             print(
-                f"{row.step}: first token after {row.ttft_s:.2f} s, {row.cached_tokens:,} of {row.prompt_tokens:,} cached "
-                f"({_tiers(row.cached_by_tier) or 'nowhere'}), {'same' if row.identical else 'ANOTHER'} answer",
+                f"{row.step}: first token after {row.ttft_s:.2f} s, {row.cached_tokens:,} of {row.prompt_tokens:,} "
+                f"cached ({_tiers(row.cached_by_tier) or 'nowhere'}), {'same' if row.identical else 'ANOTHER'} answer",
                 file=sys.stderr,
                 flush=True,
             )

@@ -28,9 +28,10 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo runs, and where: everything below `folder`, which is its own."""
+    """What the demo runs, and where: sockets and logs in `folder`, the disk tier in `slabs`, both its own."""
 
     folder: Path
+    slabs: Path
     model: str
     prompt: str
     raw: bool
@@ -279,13 +280,11 @@ def check_space(folder: Path, options_bytes: int) -> None:
 
 
 def _write_config(options: DemoOptions) -> None:
-    """One file for the store and its workers; the slabs lie in a folder that outlives them."""
-    slabs = options.folder / "slabs"
-    slabs.mkdir(exist_ok=True)
+    """One file for the store and its workers."""
     lines = [
         f"socket = {json.dumps(str(options.folder / 'kvstore.sock'))}",
         f'dram = "{write_size(options.dram_bytes)}"',
-        f"nvme = [{json.dumps(f'{slabs}:{write_size(options.nvme_bytes)}')}]",
+        f"nvme = [{json.dumps(f'{options.slabs}:{write_size(options.nvme_bytes)}')}]",
         f'hbm = "{write_size(options.hbm_bytes)}"',
         f'min_slot = "{write_size(options.min_slot_bytes)}"',
         'orphan_ttl = "15m"',
