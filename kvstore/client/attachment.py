@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from kvstore.client.descriptors import Descriptors, MappedMemory
 from kvstore.client.memory import HbmMemory
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import SessionState
-from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
+from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError, Unauthenticated, Unavailable
 from kvstore.geometry import Geometry
 from kvstore.identity import HashChain, namespace_digest
 from kvstore.layout import GENERATION_SHIFT, Tier
@@ -30,6 +31,7 @@ __all__ = ["Attachment", "DeviceSpec", "Namespace"]
 _LOG = logging.getLogger("kvstore.client")
 _PROTOCOL_VERSION = 1
 _MAP_TIMEOUT_S = 2.0
+_RETRY_S = 0.05
 
 U32 = NDArray[np.uint32]
 
@@ -93,7 +95,7 @@ class Attachment:
         with self._opening:
             namespace = self._namespaces.get(digest)
             if namespace is None:
-                reply = self._open(parts)
+                reply = self._open_patiently(parts)
                 namespace = Namespace(parts, self.geometry.block_tokens, reply.namespace, reply.key)
                 self._namespaces[digest] = namespace
             return namespace
@@ -210,6 +212,17 @@ class Attachment:
         )
         reply: pb.OpenNamespaceReply = self._rpc.call("OpenNamespace", request, self._timeout_s)
         return reply
+
+    def _open_patiently(self, parts: Mapping[str, bytes]) -> pb.OpenNamespaceReply:
+        """As `_open`; a daemon that is being restarted is asked again until the time-out."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._open(parts)
+            except (Unavailable, Unauthenticated):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _reopen(self) -> None:
         """Opens every namespace again: a restarted daemon does not know which ones this session may use."""
