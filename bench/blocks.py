@@ -45,9 +45,8 @@ def chains(key: bytes, blocks: int, length: int, *, seed: int) -> list[U64]:
     rng = np.random.default_rng(seed)
     made = []
     for at in range(0, blocks, length):
-        tokens = rng.integers(
-            0, 50_000, min(length, blocks - at), dtype=np.uint32
-        )  # one token a block is enough
+        # One token a block is enough; from all there can be, or chains would share their first blocks by chance.
+        tokens = rng.integers(0, 1 << 32, min(length, blocks - at), dtype=np.uint32)
         made.append(hash_blocks(key, bytes(16), tokens, 1))
     return made
 
@@ -82,7 +81,9 @@ def store_chain(session: Session, namespace: Namespace, chain: U64, lease: int) 
     grant = session.acquire(namespace, lease, chain).result(ANSWER_S)
     fresh = grant.outcomes == Outcome.MISS
     if not fresh.all():
-        raise KvstoreError(f"{int((~fresh).sum())} of {len(chain)} blocks got no slot to fill")
+        counts = np.bincount(grant.outcomes, minlength=len(Outcome)).tolist()
+        found = ", ".join(f"{count} {Outcome(i).name}" for i, count in enumerate(counts) if count)
+        raise KvstoreError(f"of {len(chain)} new blocks all should be to fill, and are {found}")
     session.step(seals=seals_of(namespace.handle, chain, grant.hbm_slots, grant.hbm_generations))
     _await_seals(session, len(chain))
     return grant
