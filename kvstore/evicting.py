@@ -194,7 +194,7 @@ class Evictor:
         threshold: np.uint64,
         count: int,
     ) -> U32:
-        """Evictable slots with touch keys up to `threshold`, at least `count` where there are."""
+        """Evictable slots with keys up to `threshold`, at least `count` where there are."""
         start = self._hand[pool.tier, owner.key] % len(windows)
         parts: list[U32] = []
         found = 0
@@ -205,7 +205,8 @@ class Evictor:
                 good &= pool.holders[low:high] == 0
             slots = (np.flatnonzero(good) + low).astype(np.uint32)
             slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
-            parts.append(slots[self.evictable(pool, slots)])
+            slots = slots[self.evictable(pool, slots)]
+            parts.append(slots[self._keys(pool, slots) <= threshold])
             found += len(parts[-1])
             if found >= count:
                 self._hand[pool.tier, owner.key] = start + i + 1
@@ -215,7 +216,7 @@ class Evictor:
     def _threshold(
         self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
     ) -> np.uint64:
-        """Touch key below which about twice `count` blocks of the class may go; `_ANY` where that is most."""
+        """Key below which about twice `count` blocks of the class may go; `_ANY` where that is most."""
         stride = max(1, owner.slots // _SAMPLE_SLOTS)
         offset = self._hand[pool.tier, owner.key] % stride
         sample = np.concatenate([np.arange(b + offset, b + n, stride, dtype=np.uint32) for b, n in ranges])

@@ -99,8 +99,10 @@ class Sealing:
         rows = state.table.find(seals["hash"], seals["namespace"])
         if tier is Tier.HBM:
             mine = pool.row[slots]
-            other = (mine != NONE) & (mine != rows)  # reserved for one block, filled with another
-            state.unlink_fills(slots[other])
+            other = (mine != NONE) & (mine != rows)
+            if other.any():  # reserved for one block, filled with another
+                state.unlink_fills(slots[other])
+                rows = state.table.find(seals["hash"], seals["namespace"])
         new = rows == NONE
         if new.any():
             rows[new] = self._reserve(seals[new], now_ms)

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.layout import NONE, Tier
-from kvstore.moves import Outcome, StoreLimits
+from kvstore.moves import MissCause, Outcome, StoreLimits
 from tests.kvstore.store_rig import NO_SLOTS, PAGE, Rig, chain, copies
 
 HBM, DRAM, MISS, PENDING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.MISS, Outcome.PENDING
@@ -28,16 +28,12 @@ def test_cold_prompt_is_filled_and_then_hit_by_others() -> None:
 
 def test_what_is_granted_is_held_before_the_answer() -> None:
     """Elsewhere a crash between reply and bookkeeping left slots in use that looked free."""
-    seen: list[int] = []
     rig = Rig()
     one = rig.attach()
     state = rig.store._state
-    original = state.table.publish
     grant = rig.acquire(one, chain(4), reserve=1)
     given = np.concatenate((grant.hbm_slots, grant.reserve_slots))
     assert ((state.hbm.holders[given] >> np.uint64(one)) & np.uint64(1)).all()
-    assert original is not None
-    assert seen == []
 
 
 def test_filled_is_not_sealed() -> None:
@@ -100,8 +96,6 @@ def test_blocks_behind_a_hole_are_computed_again_and_the_hole_is_filled() -> Non
     rig.fill(one, chain(6))
     state = rig.store._state
     hole = state.table.find(chain(6)[2:3], rig.namespaces[one])
-    from kvstore.moves import MissCause
-
     state.drop_copies(Tier.HBM, state.columns.hbm[0, hole], MissCause.EVICTED)
     grant = rig.acquire(one, chain(6))
     assert grant.outcomes.tolist() == [HBM] * 2 + [MISS] * 4

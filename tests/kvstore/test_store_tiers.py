@@ -1,0 +1,549 @@
+"""Tiers: what goes first, write-behind, promotion, storage that fails, extents that change class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore.evicting
+from kvstore.errors import InvalidArgument
+from kvstore.layout import ExtentState, SlotState, Tier
+from kvstore.moves import MoveKind, MoveStatus, Outcome, StoreLimits
+from tests.kvstore.store_rig import PAGE, Rig, chain, copies
+
+HBM, DRAM, MISS, PROMOTING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.MISS, Outcome.PROMOTING
+
+
+def on_disk(rig: Rig, session: int, hashes: np.ndarray) -> None:
+    """Brings a prompt to storage and takes it from everywhere else."""
+    rig.write_through(session, hashes)
+    rig.write_down()
+    rig.evict_hbm()
+    rig.evict_dram()
+
+
+# ------------------------------------------------------------ victims
+
+
+def test_the_tail_of_the_oldest_prompt_goes_first() -> None:
+    rig = Rig(hbm=8, dram=0, nvme=0)
+    one = rig.attach()
+    rig.fill(one, chain(4))
+    rig.fill(one, chain(4, seed=1))
+    rig.outcomes(one, chain(4))  # used again
+    rig.acquire(one, chain(2, seed=2), lease=2)
+    assert rig.outcomes(one, chain(4)) == [HBM] * 4
+    grant = rig.acquire(one, chain(4, seed=1), lease=3)
+    assert grant.outcomes.tolist()[:2] == [HBM] * 2  # its head is still there
+    rig.check()
+
+
+def test_hbm_victims_are_what_is_also_lower() -> None:
+    rig = Rig(hbm=8)
+    one = rig.attach()
+    rig.fill(one, chain(4))  # in HBM alone, and older
+    rig.write_through(one, chain(4, seed=1))
+    grant = rig.acquire(one, chain(3, seed=2), lease=2)
+    rig.step(one, hbm=grant.hbm_slots)
+    assert rig.outcomes(one, chain(4)) == [HBM] * 4
+    assert rig.counter("evictions_hbm") == 3
+    assert rig.counter("evictions_hbm_last_copy") == 0
+    rig.check()
+
+
+def test_dram_victims_are_what_is_also_on_nvme() -> None:
+    rig = Rig(dram=4)
+    one = rig.attach()
+    rig.write_through(one, chain(2))
+    rig.write_down()
+    rig.write_through(one, chain(2, seed=1))
+    rig.write_through(one, chain(2, seed=2))  # needs two slots
+    assert rig.counter("evictions_dram") == 2
+    state = rig.store._state
+    rows = state.table.find(chain(2), rig.namespaces[one])
+    assert (state.columns.dram[rows] == 0xFFFFFFFF).all()
+    rig.check()
+
+
+def test_full_tiers_evict_and_never_fail() -> None:
+    rig = Rig(hbm=4, dram=4, nvme=4)
+    one = rig.attach()
+    for seed in range(10):
+        assert rig.fill(one, chain(3, seed=seed)).outcomes.tolist() == [MISS] * 3
+        rig.write_through(one, chain(3, seed=seed))
+        rig.write_down()
+        rig.check()
+    assert rig.counter("evictions_nvme") > 0
+    assert rig.counter("evictions_nvme_last_copy") > 0
+    assert rig.tier(Tier.NVME).sealed_slots == 4 - rig.tier(Tier.NVME).free_slots
+
+
+def test_the_background_keeps_a_reserve() -> None:
+    """Elsewhere every store evicted in line."""
+    rig = Rig(hbm=64, dram=0, nvme=0, limits=StoreLimits(reserve_slots=8))
+    one = rig.attach()
+    rig.fill(one, chain(64))
+    assert rig.tier(Tier.HBM).free_slots == 0
+    rig.store.tick(rig.now_ms)
+    assert rig.tier(Tier.HBM).free_slots == 8
+    evicted = rig.counter("evictions_hbm")
+    rig.fill(one, chain(8, seed=1))
+    assert rig.counter("evictions_hbm") == evicted
+    rig.check()
+
+
+def test_victims_of_a_large_class_are_old_and_found_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvstore.evicting, "_WINDOW_SLOTS", 16)
+    monkeypatch.setattr(kvstore.evicting, "_SAMPLE_SLOTS", 64)
+    rig = Rig(hbm=128, dram=0, nvme=0, limits=StoreLimits(victim_batch=8))
+    one = rig.attach()
+    for seed in range(16):
+        rig.fill(one, chain(8, seed=seed))
+    for seed in range(8):  # the first half is used again
+        rig.outcomes(one, chain(8, seed=seed))
+    grant = rig.acquire(one, chain(16, seed=100), lease=2)
+    rig.step(one, hbm=grant.hbm_slots)
+    for seed in range(8):
+        assert rig.outcomes(one, chain(8, seed=seed)) == [HBM] * 8
+    rig.check()
+    # With everything held there is nothing to find, whatever the sample says.
+    for seed in range(16):
+        rig.acquire(one, chain(8, seed=seed), lease=seed)
+    assert Outcome.NO_SLOT in rig.acquire(one, chain(128, seed=200), lease=99).outcomes
+    rig.check()
+
+
+# ------------------------------------------------------------ write-behind
+
+
+def test_blocks_in_dram_are_written_in_the_order_of_their_seals() -> None:
+    rig = Rig()
+    one = rig.attach()
+    rig.write_through(one, chain(3))
+    rig.write_through(one, chain(3, seed=1))
+    moves = rig.store.take_moves(0, 4)
+    assert set(moves["kind"].tolist()) == {MoveKind.WRITE}
+    hashes = {tuple(h) for h in moves["hash"].tolist()}
+    assert {tuple(h) for h in chain(3).tolist()} < hashes
+    assert moves["dram_slot"].tolist() == sorted(moves["dram_slot"].tolist())
+    assert moves["nvme_slot"].tolist() == sorted(moves["nvme_slot"].tolist())
+    assert moves["dram_offset"].tolist() == [slot * PAGE for slot in moves["dram_slot"].tolist()]
+    assert moves["nvme_offset"].tolist() == [slot * 2 * PAGE for slot in moves["nvme_slot"].tolist()]
+    assert set(moves["length"].tolist()) == {PAGE}
+    by_hash = {tuple(m["hash"].tolist()): m for m in moves}
+    child = by_hash[tuple(chain(2)[1].tolist())]
+    assert child["parent"].tolist() == chain(1)[0].tolist()
+    assert child["depth"] == 1
+    rig.check()
+    rig.done(moves)
+    assert rig.tier(Tier.NVME).sealed_slots == 4
+    assert len(rig.store.take_moves(0, 10)) == 2
+    rig.check()
+
+
+def test_a_slot_that_is_being_written_down_is_held() -> None:
+    """Elsewhere the source of a write was reused under it."""
+    rig = Rig(dram=4)
+    one = rig.attach()
+    rig.write_through(one, chain(4))
+    moves = rig.store.take_moves(0, 10)
+    assert rig.tier(Tier.DRAM).held_slots == 4
+    rig.evict_dram()
+    assert rig.tier(Tier.DRAM).sealed_slots == 4
+    assert rig.store.clear(None).removed == 0
+    grant = rig.fill(one, chain(2, seed=1), keep=True)
+    rig.step(one, want_room=2)
+    assert rig.store.top_up(one, 99) is None
+    rig.done(moves)
+    assert rig.store.top_up(one, 99) is not None
+    assert len(grant.hbm_slots) == 2
+    rig.check()
+
+
+def test_a_full_queue_drops_counts_and_catches_up() -> None:
+    rig = Rig(limits=StoreLimits(max_writes=4))
+    one = rig.attach()
+    rig.write_through(one, chain(6))
+    assert rig.store.stats().queued_writes == 4
+    assert rig.counter("dropped_writes") == 2
+    rig.write_down()
+    rig.store.tick(rig.now_ms)
+    rig.write_down()
+    assert rig.tier(Tier.NVME).sealed_slots == 6
+    rig.check()
+
+
+def test_flush_tells_what_is_still_to_come() -> None:
+    rig = Rig(limits=StoreLimits(max_writes=4))
+    one = rig.attach()
+    rig.write_through(one, chain(6))
+    mark = rig.store.flush()
+    assert len(mark) == 6
+    assert rig.store.unwritten(mark) == 6
+    rig.write_down()
+    assert rig.store.unwritten(mark) == 2
+    rig.write_down()
+    assert rig.store.unwritten(mark) == 0
+    assert len(rig.store.flush()) == 0
+
+
+def test_the_durable_index_learns_each_change_once() -> None:
+    rig = Rig(nvme=4)
+    one = rig.attach()
+    rig.write_through(one, chain(2))
+    rig.write_down()
+    changes = rig.store.take_nvme_changes(0)
+    assert changes.published["hash"].tolist() == chain(2).tolist()
+    assert changes.published["parent"][1].tolist() == chain(1)[0].tolist()
+    assert len(changes.freed) == 0
+    assert len(rig.store.take_nvme_changes(0).published) == 0
+    rig.evict_hbm()
+    rig.evict_dram()
+    rig.store.clear(None)
+    changes = rig.store.take_nvme_changes(0)
+    assert changes.freed.tolist() == [0, 1]
+    assert len(changes.published) == 0
+
+
+def test_a_write_that_fails_costs_its_slot_and_not_the_block() -> None:
+    rig = Rig()
+    one = rig.attach()
+    rig.write_through(one, chain(2))
+    rig.write_down(status=MoveStatus.IO_ERROR)
+    assert rig.tier(Tier.NVME).quarantined_slots == 2
+    assert rig.counter("io_errors") == 2
+    rig.evict_hbm()
+    assert rig.outcomes(one, chain(2)) == [DRAM] * 2
+    rig.check()
+
+
+# ------------------------------------------------------------ promotion
+
+
+def test_a_disk_hit_is_promoted_and_then_a_dram_hit() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    grant = rig.acquire(one, chain(4), lease=5)
+    assert grant.outcomes.tolist() == [PROMOTING] * 4
+    rig.check()
+    moves = rig.store.take_moves(0, 10)
+    assert moves["kind"].tolist() == [MoveKind.READ] * 4
+    assert moves["hash"].tolist() == chain(4).tolist()
+    assert rig.store.take_changed() == []
+    rig.done(moves[:2])
+    assert rig.store.take_changed() == []
+    rig.done(moves[2:])
+    assert rig.store.take_changed() == [(one, [5])]
+    assert rig.outcomes(one, chain(4)) == [DRAM] * 4
+    rig.check()
+
+
+def test_one_disk_read_serves_all_who_wait() -> None:
+    rig = Rig()
+    one, other = rig.attach(), rig.attach()
+    on_disk(rig, one, chain(4))
+    for lease in range(8):
+        assert (
+            rig.acquire((one, other)[lease % 2], chain(4), lease=lease).outcomes.tolist() == [PROMOTING] * 4
+        )
+    moves = rig.write_down()
+    assert len(moves) == 4
+    changed = rig.store.take_changed()
+    assert {session: sorted(leases) for session, leases in changed} == {
+        one: [0, 2, 4, 6],
+        other: [1, 3, 5, 7],
+    }
+    rig.check()
+
+
+def test_reads_go_before_writes() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(2))
+    rig.write_through(one, chain(2, seed=1))
+    rig.acquire(one, chain(2), lease=2)
+    assert rig.store.take_moves(0, 2)["kind"].tolist() == [MoveKind.READ] * 2
+    assert rig.store.take_moves(0, 2)["kind"].tolist() == [MoveKind.WRITE] * 2
+    rig.check()
+
+
+def test_a_checksum_that_fails_is_a_miss_is_counted_and_is_removed() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(3))
+    rig.acquire(one, chain(3), lease=5)
+    moves = rig.store.take_moves(0, 10)
+    rig.done(moves[:1], MoveStatus.CORRUPT)
+    rig.done(moves[1:])
+    assert rig.store.take_changed() == [(one, [5])]
+    assert rig.counter("checksum_failures") == 1
+    assert rig.outcomes(one, chain(3)) == [MISS] * 3
+    assert rig.store.explain(namespace=rig.namespaces[one], hashes=chain(1)).cause == "corrupt"
+    assert rig.tier(Tier.NVME).free_slots == 30
+    rig.check()
+
+
+def test_a_read_that_fails_does_not_come_back_for_ever() -> None:
+    """Elsewhere a bad sector was asked for again and again by the request that waited for it."""
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(2))
+    rig.acquire(one, chain(2), lease=5)
+    rig.write_down(status=MoveStatus.IO_ERROR)
+    assert rig.store.take_changed() == [(one, [5])]
+    assert rig.outcomes(one, chain(2)) == [MISS] * 2
+    assert rig.tier(Tier.NVME).quarantined_slots == 2
+    rig.check()
+
+
+def test_a_mover_that_dies_fails_its_moves_and_frees_what_it_had() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(3))
+    rig.write_through(one, chain(3, seed=1))
+    rig.acquire(one, chain(3), lease=5)
+    moves = rig.store.take_moves(0, 5)  # three reads, two writes
+    assert rig.tier(Tier.DRAM).held_slots == 5
+    rig.store.mover_dead(0, rig.now_ms)
+    rig.check()
+    assert rig.store.take_changed() == [(one, [5])]
+    assert rig.tier(Tier.DRAM).held_slots == 0
+    assert rig.outcomes(one, chain(3)) == [MISS] * 3  # the path is down: compute rather than wait for it
+    rig.done(moves)  # a late answer
+    rig.check()
+    rig.store.take_moves(0, 0)  # a new mover
+    assert rig.outcomes(one, chain(3)) == [PROMOTING] * 3
+    rig.write_down()
+    rig.store.tick(rig.now_ms)
+    rig.write_down()
+    assert rig.tier(Tier.NVME).sealed_slots == 6
+    rig.check()
+
+
+def test_a_mover_of_a_dead_daemon_keeps_its_slots_until_it_is_reaped() -> None:
+    """Its I/O goes on: neither the slot that it reads into nor the one that it writes may be given to others."""
+    rig = Rig(dram=6, nvme=8)
+    one = rig.attach()
+    on_disk(rig, one, chain(2))
+    rig.write_through(one, chain(2, seed=1))
+    rig.acquire(one, chain(2), lease=5)
+    moves = rig.store.take_moves(0, 10)
+    rig.recover()
+    rig.resume(one)
+    rig.check()
+    assert rig.tier(Tier.DRAM).held_slots == 4
+    assert rig.tier(Tier.NVME).filling_slots == 2
+    room = rig.room(one, 6)
+    assert not set(room.dram_slots.tolist()) & set(moves["dram_slot"].tolist())
+    rig.store.mover_dead(0, rig.now_ms)
+    assert rig.tier(Tier.DRAM).held_slots == len(room.dram_slots)
+    assert rig.tier(Tier.NVME).filling_slots == 0
+    rig.check()
+
+
+def test_a_chain_longer_than_dram_is_promoted_in_parts() -> None:
+    rig = Rig(hbm=32, dram=8, nvme=32)
+    one = rig.attach()
+    grant = rig.fill(one, chain(16), keep=True)
+    for at in range(0, 16, 4):
+        part = slice(at, at + 4)
+        room = rig.room(one, 4)
+        stores = copies(
+            grant.hbm_slots[part], grant.hbm_generations[part], room.dram_slots, room.dram_generations
+        )
+        rig.step(one, stores=stores, dram=room.dram_slots)
+        rig.write_down()
+    rig.step(one, hbm=grant.hbm_slots)
+    rig.evict_hbm()
+    rig.evict_dram()
+    rig.store.tick(rig.now_ms)
+    assert rig.store.explain(namespace=rig.namespaces[one], hashes=chain(16)).cached_blocks == 16
+    grant = rig.acquire(one, chain(16), lease=3)
+    assert grant.outcomes.tolist() == [PROMOTING] * 4 + [Outcome.LATER] * 12
+    rig.write_down()
+    assert rig.store.take_changed() == [(one, [3])]
+    rig.check()
+
+
+# ------------------------------------------------------------ prefetch
+
+
+def prefetch(rig: Rig, session: int, hashes: np.ndarray, *, lease: int = 1, deadline_ms: int = 0) -> None:
+    """One prefetch."""
+    rig.store.prefetch(
+        now_ms=rig.now_ms,
+        session=session,
+        namespace=rig.namespaces[session],
+        lease=lease,
+        hashes=hashes,
+        deadline_ms=deadline_ms,
+    )
+
+
+def test_prefetch_promotes_ahead_of_use() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(3))
+    prefetch(rig, one, chain(5))
+    prefetch(rig, one, chain(5), lease=2)  # one flight
+    assert len(rig.write_down()) == 3
+    assert rig.outcomes(one, chain(3)) == [DRAM] * 3
+    rig.check()
+
+
+def test_a_cancelled_prefetch_is_undone_unless_somebody_waits() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    prefetch(rig, one, chain(4))
+    rig.store.cancel(one, 1)
+    assert len(rig.store.take_moves(0, 10)) == 0
+    assert rig.tier(Tier.DRAM).free_slots == 16
+    rig.check()
+    prefetch(rig, one, chain(4))
+    rig.acquire(one, chain(2), lease=2)
+    rig.store.cancel(one, 1)
+    assert len(rig.store.take_moves(0, 10)) == 2
+    rig.check()
+
+
+def test_prefetch_evicts_nothing() -> None:
+    rig = Rig(dram=4, nvme=16)
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    rig.write_through(one, chain(3, seed=1))
+    prefetch(rig, one, chain(4))
+    assert len(rig.store.take_moves(0, 10)) == 3  # the writes
+    assert rig.counter("prefetches") == 0
+    rig.check()
+
+
+def test_prefetches_go_by_deadline_and_behind_who_waits() -> None:
+    rig = Rig()
+    one = rig.attach()
+    for seed in range(3):
+        on_disk(rig, one, chain(2, seed=seed))
+    prefetch(rig, one, chain(2, seed=0), lease=1, deadline_ms=rig.now_ms + 9000)
+    prefetch(rig, one, chain(2, seed=1), lease=2, deadline_ms=rig.now_ms + 100)
+    prefetch(rig, one, chain(2, seed=2), lease=3, deadline_ms=rig.now_ms + 8000)
+    rig.acquire(one, chain(2, seed=2), lease=4)
+    order = [rig.store.take_moves(0, 2)["hash"].tolist() for _ in range(3)]
+    assert order == [chain(2, seed=seed).tolist() for seed in (2, 1, 0)]
+    rig.check()
+
+
+# ------------------------------------------------------------ storage that is found again
+
+
+def test_blocks_found_on_disk_are_hits() -> None:
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(6))
+    entries = rig.store.take_nvme_changes(0).published
+    fresh = Rig(nvme=0)
+    fresh.store.add_extent(tier=Tier.NVME, device=0, nbytes=32 * 2 * PAGE, slot_bytes=PAGE, extent=9)
+    namespace = fresh.store.intern_namespace(entries["ns_digest"][0].tobytes())
+    order = np.random.default_rng(3).permutation(len(entries))
+    twice = entries[np.concatenate((order, order[:2]))]
+    loaded = fresh.store.load_nvme(
+        hashes=twice["hash"],
+        parents=twice["parent"],
+        namespaces=np.full(len(twice), namespace, dtype=np.uint32),
+        depths=twice["depth"],
+        slots=twice["slot"],
+        generations=twice["generation"],
+        touches=twice["touch"],
+    )
+    assert loaded == 6
+    fresh.check()
+    two = fresh.attach()
+    assert fresh.namespaces[two] == namespace
+    assert fresh.acquire(two, chain(6), lease=1).outcomes.tolist() == [PROMOTING] * 6
+    moves = fresh.store.take_moves(0, 10)
+    assert sorted(moves["generation"].tolist()) == sorted(entries["generation"].tolist())
+    assert {tuple(m["hash"]): int(m["nvme_slot"]) for m in moves} == {
+        tuple(e["hash"]): int(e["slot"]) for e in entries
+    }
+    state = fresh.store._state
+    rows = state.table.locate(chain(6), namespace)
+    assert state.columns.parent[rows[1:]].tolist() == rows[:-1].tolist()
+    assert fresh.store._state.nvme.class_of(next(iter(state.nvme.classes))).slots == 32
+    fresh.check()
+
+
+# ------------------------------------------------------------ extents and classes
+
+
+def test_dram_extents_take_a_class_on_demand_and_change_it_when_empty() -> None:
+    rig = Rig(dram=0, nvme=0)
+    rig.store.add_extent(tier=Tier.HBM, device=0, nbytes=8 * 2 * PAGE, slot_bytes=2 * PAGE)
+    for _ in range(4):
+        rig.store.add_extent(tier=Tier.DRAM, device=0, nbytes=4 * PAGE)
+    small, large = rig.attach(), rig.attach(slot_bytes=2 * PAGE)
+    rig.write_through(small, chain(16))
+    assert {info.slot_bytes for info in rig.store.extents(Tier.DRAM)} == {PAGE}
+    rig.step(large, want_room=2)
+    rig.store.top_up(large, 1)
+    rig.check()
+    rig.store.tick(rig.now_ms)
+    assert sorted(info.slot_bytes for info in rig.store.extents(Tier.DRAM)) == [PAGE, PAGE, PAGE, 2 * PAGE]
+    slots = rig.store.top_up(large, 2)
+    assert slots is not None
+    assert len(slots.dram_slots) == 2
+    rig.check()
+
+
+def test_an_extent_drains_only_as_its_holders_let_go() -> None:
+    rig = Rig(dram=0, nvme=0)
+    rig.store.add_extent(tier=Tier.DRAM, device=0, nbytes=4 * PAGE)
+    rig.store.add_extent(tier=Tier.DRAM, device=0, nbytes=4 * PAGE)
+    small = rig.attach()
+    large = rig.attach(device=None, slot_bytes=2 * PAGE)
+    room = rig.room(small, 8)
+    rig.step(large, want_room=1)
+    assert rig.store.top_up(large, 1) is None
+    rig.store.tick(rig.now_ms)
+    states = [ExtentState(int(s)) for s in rig.store._state.columns.extent_state[:3]]
+    assert states.count(ExtentState.DRAINING) == 1
+    rig.check()
+    rig.store.tick(rig.now_ms)
+    assert rig.store.top_up(large, 2) is None
+    rig.step(small, dram=room.dram_slots)
+    rig.store.tick(rig.now_ms)
+    assert rig.store.top_up(large, 3) is not None
+    rig.check()
+
+
+def test_a_drained_slot_is_stale_in_its_new_class() -> None:
+    rig = Rig(dram=0, nvme=0)
+    rig.store.add_extent(tier=Tier.DRAM, device=0, nbytes=4 * PAGE)
+    one = rig.attach()
+    room = rig.room(one, 1)
+    generation = int(room.dram_generations[0])
+    rig.step(one, dram=room.dram_slots)
+    state = rig.store._state
+    extent = rig.store.extents(Tier.DRAM)[0].extent
+    state.dram.close_extent(extent)
+    state.extents.drain(extent)
+    rig.store.tick(rig.now_ms)
+    assert rig.store.extents(Tier.DRAM)[0].slot_bytes == 0
+    assert int(state.dram.generations(room.dram_slots)[0]) == generation + 1
+    assert (state.dram.states(room.dram_slots) == SlotState.FREE).all()
+    rig.check()
+
+
+def test_impossible_extents_are_refused_and_leave_nothing() -> None:
+    rig = Rig()
+    before = len(rig.store.extents(Tier.DRAM))
+    for wrong in (
+        {"tier": Tier.DRAM, "device": 0, "nbytes": 1000},
+        {"tier": Tier.HBM, "device": 0, "nbytes": PAGE},
+        {"tier": Tier.HBM, "device": 7, "nbytes": PAGE, "slot_bytes": PAGE},
+        {"tier": Tier.DRAM, "device": 0, "nbytes": PAGE, "slot_bytes": 100},
+        {"tier": Tier.DRAM, "device": 0, "nbytes": PAGE, "extent": 0},
+    ):
+        with pytest.raises(InvalidArgument):
+            rig.store.add_extent(**wrong)  # type: ignore[arg-type]
+    assert len(rig.store.extents(Tier.DRAM)) == before
+    rig.check()
