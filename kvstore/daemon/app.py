@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.config import ServeConfig
 from kvstore.daemon.admin import Admin
@@ -23,7 +23,6 @@ from kvstore.daemon.descriptors import DescriptorServer
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory, extent_plan
-from kvstore.daemon.metrics import MetricsServer
 from kvstore.daemon.movers import Movers
 from kvstore.daemon.notify import Notifier
 from kvstore.daemon.nvme import SlabTable, secret_on_disk
@@ -39,6 +38,9 @@ from kvstore.keeper import KEEPER_PID
 from kvstore.layout import Tier
 from kvstore.units import format_count, format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore.daemon.metrics import MetricsServer
 
 __all__ = ["Daemon"]
 
@@ -150,8 +152,7 @@ class Daemon:
             admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory),
             streams=SessionStreams(self._owner),
         )
-        port = self._config.metrics_port
-        self._metrics = None if port is None else MetricsServer(port, unary.stats_now)
+        self._metrics = _metrics_server(self._config.metrics_port, unary)
         if not self._kept.survives:
             self._owner.warnings["keeper"] = "no keeper: memory does not outlive this daemon"
 
@@ -216,6 +217,7 @@ class Daemon:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._memory.sweep()
+            self._movers.commit_soon()
 
     def _keeper_restarted(self) -> None:
         self._owner.counters.add("keeper_restarts_total")
@@ -250,3 +252,12 @@ class Daemon:
             task.cancel()
         await self._movers.close(_CLOSE_S)
         _LOG.info("stopped")
+
+
+def _metrics_server(port: int | None, unary: Unary) -> MetricsServer | None:
+    """Imported where it is asked for: the client library of Prometheus takes a tenth of the start."""
+    if port is None:
+        return None
+    from kvstore.daemon.metrics import MetricsServer
+
+    return MetricsServer(port, unary.stats_now)

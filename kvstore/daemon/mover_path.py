@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvstore.config import Durability
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
-from kvstore.daemon.nvme import OpenPath, SlabTable, commit, index_changes
+from kvstore.daemon.nvme import IndexBatch, OpenPath, SlabTable, commit, index_batch
 from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
@@ -39,6 +40,7 @@ _FIRST_DELAY_S = 0.1
 _LAST_DELAY_S = 5.0
 _STEADY_S = 10.0
 _REAP_S = 0.5
+_MAX_BATCHES = 256
 
 
 @dataclass(slots=True)
@@ -81,8 +83,11 @@ class MoverPath:
         """Syncs that a flush waits for, by id."""
         self._syncing: _Written | None = None
         self._dropped_slabs: list[int] = []
+        self._batches: deque[IndexBatch] = deque(maxlen=_MAX_BATCHES)
+        """Not committed yet. Beyond the bound the oldest are given up: their blocks are misses after a restart."""
         self._commit_task: asyncio.Task[None] | None = None
-        self._commit_due = False
+        self._commit_due = True
+        """The index may be behind the store: always so at a start, where a kill may have come before a commit."""
         self._ended = asyncio.Event()
 
     # ------------------------------------------------------------ the process
@@ -220,6 +225,7 @@ class MoverPath:
         """Sends as many moves as the mover has room for; commits what is due."""
         link = self._link
         if link is None or link.ended:
+            self._start_commit()
             return
         while link.room:
             moves = self._waiting_moves
@@ -359,6 +365,11 @@ class MoverPath:
             link.send_sync(self._sync_id)
         self._start_commit()
 
+    def commit_soon(self) -> None:
+        """Slots may have been freed (evicted, cleared) without any move: the index learns it now and then."""
+        self._commit_due = True
+        self._start_commit()
+
     def _start_commit(self) -> asyncio.Task[None] | None:
         """The commit under way, or a new one where one is due; None where there is nothing to commit."""
         if self._commit_task is not None and not self._commit_task.done():
@@ -386,22 +397,33 @@ class MoverPath:
             await done
         while (task := self._start_commit()) is not None:
             await asyncio.shield(task)
+        if self._batches:
+            raise KvstoreError(f"the index of {self.opened.directory.path} is behind")
         if self._owner.config.durability is not Durability.COMMIT:
             await asyncio.to_thread(self.opened.index.flush)
 
     async def _commit(self) -> None:
-        """Group commit in a thread: what the store says has changed, then a pause so that more can gather."""
+        """Group commit in a thread: what the store says has changed, then a pause so that more can gather.
+
+        A batch that fails is tried again before later ones, so the index is behind and never out of order.
+        """
+        topic = f"index-{self.number}"
         try:
             self._commit_due = False
             changes = self._owner.store.take_nvme_changes(self.number)
-            published, freed = index_changes(changes, self._columns, self._slabs)
             dropped, self._dropped_slabs = self._dropped_slabs, []
-            if len(published) or len(freed) or dropped:
-                await asyncio.to_thread(commit, self.opened, published, freed, dropped)
+            batch = index_batch(changes, dropped, self._columns, self._slabs)
+            if batch:
+                self._batches.append(batch)
+            while self._batches:
+                await asyncio.to_thread(commit, self.opened, self._batches[0])
+                self._batches.popleft()
                 self._owner.counters.add("nvme_commits_total")
+            self._owner.warnings.pop(topic, None)
         except KvstoreError as error:
-            self._owner.warnings[f"index-{self.number}"] = str(error)
-            _LOG.warning("commit failed", path=self.number, error=error)
+            if self._owner.warnings.get(topic) != str(error):
+                _LOG.warning("commit failed", path=self.number, error=error)
+            self._owner.warnings[topic] = str(error)
         except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
             self._owner.counters.add("internal_errors_total")
             _LOG.fault("commit failed", path=self.number)

@@ -21,7 +21,7 @@ from kvstore.daemon.mover_path import MoverPath
 from kvstore.daemon.nvme import OpenPath, SlabTable, open_path
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.recovery import Tables
-from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError
+from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
 from kvstore.moves import ExtentId, ExtentInfo
 
@@ -130,21 +130,24 @@ class Movers:
         if not self._tables.fresh and have:
             return
         extents: dict[int, ExtentId] = {}
-        for slab in found.slabs:
-            extent = store.add_extent(
-                tier=Tier.NVME, device=number, nbytes=slab.nbytes, slot_bytes=slab.slot_bytes
-            )
-            self.slabs.set(extent, slab.number, slab.slot_bytes)
-            extents[slab.number] = extent
-        room = found.plan.slabs * found.plan.slab_bytes - sum(slab.nbytes for slab in found.slabs)
-        for _ in range(room // found.plan.slab_bytes):
-            store.add_extent(tier=Tier.NVME, device=number, nbytes=found.plan.slab_bytes, slot_bytes=0)
-        if len(found.records):
+        try:
+            for slab in found.slabs:
+                extent = store.add_extent(
+                    tier=Tier.NVME, device=number, nbytes=slab.nbytes, slot_bytes=slab.slot_bytes
+                )
+                self.slabs.set(extent, slab.number, slab.slot_bytes)
+                extents[slab.number] = extent
+            room = found.plan.slabs * found.plan.slab_bytes - sum(slab.nbytes for slab in found.slabs)
+            for _ in range(room // found.plan.slab_bytes):
+                store.add_extent(tier=Tier.NVME, device=number, nbytes=found.plan.slab_bytes, slot_bytes=0)
+        except ResourceExhausted as error:
+            self._owner.warnings[f"extents-{number}"] = f"{found.directory.path} is not used in full: {error}"
+        if extents:
             self._load(found, extents)
         self._owner.settle_soon()
 
     def _load(self, found: OpenPath, extents: Mapping[int, ExtentId]) -> None:
-        records = found.records
+        records = found.records[np.isin(found.records["slab"], list(extents))]
         columns = self._tables.columns
         slots = records["slot"].copy()
         for number, extent in extents.items():
@@ -173,6 +176,11 @@ class Movers:
         """Gives every mover what it has room for."""
         for path in self._paths.values():
             path.pump()
+
+    def commit_soon(self) -> None:
+        """To be called now and then: what left the tier without a move is forgotten on disk too."""
+        for path in self._paths.values():
+            path.commit_soon()
 
     async def flush(self, deadline_s: float) -> tuple[int, int]:
         """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,20 @@ from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
 from tiers.nvme.recover import recover
 from tiers.nvme.slab import SlabFile, remove_slab
 
-__all__ = ["OpenPath", "SlabTable", "commit", "index_changes", "open_path", "secret_on_disk"]
+__all__ = [
+    "IndexBatch",
+    "OpenPath",
+    "SlabTable",
+    "commit",
+    "index_batch",
+    "open_path",
+    "secret_on_disk",
+    "slab_bytes",
+]
 
 _LOG = Log("nvme")
 _RECOVER_TIMEOUT_S = 600.0
+_MAX_SLABS = 2048
 
 
 class SlabTable:
@@ -88,12 +98,20 @@ class OpenPath:
         self.directory.close()
 
 
+def slab_bytes(path: NvmePath, config: ServeConfig) -> int:
+    """Size of a path's slabs: as configured, or more, so that a path has at most 2,048."""
+    size = config.nvme_extent_bytes
+    while path.capacity_bytes // size > _MAX_SLABS:
+        size *= 2
+    return size
+
+
 def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> OpenPath:
     """Locks, checks and opens a path; with `read_index` also finds what it holds. Blocks: call it in a thread.
 
     Raises AlreadyExists while another process has it, ConfigError where it cannot be used, KvstoreError otherwise.
     """
-    wanted = plan(path.capacity_bytes, config.nvme_extent_bytes, default_map_bytes(path.capacity_bytes))
+    wanted = plan(path.capacity_bytes, slab_bytes(path, config), default_map_bytes(path.capacity_bytes))
     directory = NvmeDirectory.open(path.path)
     with contextlib.ExitStack() as undo:
         undo.callback(directory.close)
@@ -142,10 +160,22 @@ def _trim(
     return sorted(kept, key=lambda slab: slab.number)
 
 
-def index_changes(
-    changes: NvmeChanges, columns: Columns, slabs: SlabTable
-) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """(RECORD[], SLOT_REF[]) for the durable index: slots of the store under their slabs' numbers. O(n)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexBatch:
+    """What one group commit enters into the durable index."""
+
+    dropped_slabs: tuple[int, ...]
+    freed: NDArray[np.void]  # SLOT_REF[]
+    published: NDArray[np.void]  # RECORD[]
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped_slabs) or len(self.freed) > 0 or len(self.published) > 0
+
+
+def index_batch(
+    changes: NvmeChanges, dropped_slabs: Sequence[int], columns: Columns, slabs: SlabTable
+) -> IndexBatch:
+    """Changes for the durable index: slots of the store under their slabs' numbers. O(n)."""
     published = np.zeros(len(changes.published), dtype=RECORD)
     for name in ("generation", "depth", "touch", "hash", "parent", "ns_digest"):
         published[name] = changes.published[name]
@@ -154,7 +184,11 @@ def index_changes(
     published["length"] = columns.extent_slot_bytes[extents]
     freed = np.zeros(len(changes.freed), dtype=SLOT_REF)
     _place(freed, changes.freed, columns, slabs)
-    return published[published["slab"] != 0], freed[freed["slab"] != 0]
+    return IndexBatch(
+        dropped_slabs=tuple(dropped_slabs),
+        freed=freed[freed["slab"] != 0],
+        published=published[published["slab"] != 0],
+    )
 
 
 def _place(records: NDArray[np.void], slots: NDArray[np.uint32], columns: Columns, slabs: SlabTable) -> None:
@@ -163,18 +197,13 @@ def _place(records: NDArray[np.void], slots: NDArray[np.uint32], columns: Column
     records["slot"] = slots - columns.extent_slot_base[extents]
 
 
-def commit(
-    open_path: OpenPath,
-    published: NDArray[np.void],
-    freed: NDArray[np.void],
-    dropped_slabs: list[int],
-) -> None:
-    """One group commit; blocks on the disk."""
+def commit(opened: OpenPath, batch: IndexBatch) -> None:
+    """One group commit; blocks on the disk. Raises KvstoreError, with nothing of a transaction done."""
     fault("commit.lmdb")
-    for number in dropped_slabs:
-        open_path.index.drop_slab(number)
-    if len(published) or len(freed):
-        open_path.index.commit(published, freed)
+    for number in batch.dropped_slabs:
+        opened.index.drop_slab(number)
+    if len(batch.published) or len(batch.freed):
+        opened.index.commit(batch.published, batch.freed)
     fault("commit.done")
 
 

@@ -19,6 +19,7 @@ from kvstore.config import ServeConfig
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory, descriptor_name, extent_plan
+from kvstore.daemon.nvme import slab_bytes
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
 from kvstore.daemon.sessions import Member, Sessions, member_names
@@ -63,7 +64,8 @@ def table_shape(config: ServeConfig) -> TableShape:
     """Sizes of the tables for this configuration."""
     _, dram_extents = extent_plan(config)
     nvme_bytes = sum(path.capacity_bytes for path in config.nvme)
-    nvme_extents = nvme_bytes // min(config.nvme_extent_bytes, 64 << 20) + len(config.nvme)
+    # Twice what is needed: slabs that an earlier configuration made may be smaller.
+    nvme_extents = sum(2 * path.capacity_bytes // slab_bytes(path, config) + 2 for path in config.nvme)
     return TableShape(
         max_rows=config.max_rows,
         hbm_slots=config.devices * max(1, config.hbm_bytes // config.min_slot_bytes),

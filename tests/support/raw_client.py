@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstore.identity import HashChain
 from kvstore.layout import Columns, Tier, open_columns, read_shape
 from kvstore.wire import descriptors as wire
-from kvstore.wire.packed import SEAL, u8_of, u32_of
+from kvstore.wire.packed import COPY, SEAL, u8_of, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from kvstore.wire.v1 import kvstore_pb2_grpc
 from tests.support.daemon import DEADLINE_S
@@ -78,6 +78,7 @@ class RawClient:
         self._outgoing: queue.Queue[pb.ClientMessage | None] = queue.Queue()
         self._incoming: queue.Queue[pb.ServerMessage | grpc.RpcError | None] = queue.Queue()
         self.connection: socket.socket | None = None
+        self._dialled: list[socket.socket] = []
         self.columns: Columns | None = None
         self.attached: pb.AttachReply | None = None
         self.hbm: dict[int, int] = {}  # extent → fd
@@ -112,6 +113,7 @@ class RawClient:
     def dial(self) -> socket.socket:
         """A connection to the descriptor socket."""
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._dialled.append(self.connection)
         self.connection.settimeout(DEADLINE_S)
         self.connection.connect(wire.descriptor_path(self._path))
         return self.connection
@@ -183,7 +185,9 @@ class RawClient:
             while (message := outgoing.get()) is not None:
                 yield message
 
-        call = self.stub.Session(messages(), metadata=(("kvstore-token-bin", self.token if token is None else token),))
+        call = self.stub.Session(
+            messages(), metadata=(("kvstore-token-bin", self.token if token is None else token),)
+        )
         self.call = call
 
         def read() -> None:
@@ -324,6 +328,20 @@ class RawClient:
         assert self.seal(self.seals(hashes, granted)) == [pb.SEAL_OUTCOME_PUBLISHED] * len(hashes)
         return hashes, granted
 
+    def write_through(self, hashes: NDArray[np.uint64]) -> list[tuple[int, int]]:
+        """Says that every block of a chain, which is in HBM, was copied into DRAM; (slot, generation) there."""
+        held = self.acquire(hashes, lease=77)
+        self.step(want_room=len(hashes))
+        slots = self.receive_body("slots").slots
+        room, generations = u32_of(slots.dram_slots), u32_of(slots.dram_generations)
+        assert len(room) >= len(hashes), f"room for {len(room)} blocks only"
+        copies = np.zeros(len(hashes), dtype=COPY)
+        copies["source"], copies["source_generation"] = held.hbm, held.hbm_generations
+        copies["target"], copies["target_generation"] = room[: len(hashes)], generations[: len(hashes)]
+        self.step(stores=copies.tobytes())
+        self.acquire(hashes[:0])  # the stream is ordered: the step is done when this is answered
+        return list(zip(room.tolist(), generations.tolist(), strict=True))
+
     # ------------------------------------------------------------ ending
 
     def drop_stream(self) -> None:
@@ -335,8 +353,8 @@ class RawClient:
         self._outgoing.put(None)
         if self._channel is not None:
             self._channel.close()
-        if self.connection is not None:
-            self.connection.close()
+        for connection in self._dialled:
+            connection.close()
         for fd in (*self.hbm.values(), *self.dram_fds.values()):
             os.close(fd)
         self.hbm.clear()

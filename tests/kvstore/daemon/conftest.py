@@ -54,11 +54,19 @@ def client(service: Service) -> Iterator[Callable[[], RawClient]]:
     yield make
     for client in made:
         finish(client)
+    empty(service)
+
+
+def empty(service: Service) -> None:
+    """At the end of a test nothing is held, the store is sound, and everything can be let go."""
     wait_for("no session", lambda: not service.stats().sessions)
     assert service.faults() == []
     assert service.tier("hbm").held_slots == 0
+    assert service.tier("dram").held_slots == 0
     service.call("Clear", pb.ClearRequest(namespace=0xFFFFFFFF), service="admin")
+    service.call("ReleaseDevice", pb.ReleaseDeviceRequest(device=0), service="admin")
     assert service.stats().rows == 0
+    assert service.tier("hbm").allocated_bytes == 0
 
 
 def finish(client: RawClient) -> None:
@@ -101,8 +109,8 @@ class MemberProcess:
 
 
 @pytest.fixture
-def member(service: Service) -> Iterator[Callable[..., MemberProcess]]:
-    """Starts worker processes; none outlives the test."""
+def member(service: Service, client: object) -> Iterator[Callable[..., MemberProcess]]:
+    """Starts worker processes; none outlives the test. What they leave is checked and let go as `client` does."""
     made: list[MemberProcess] = []
 
     def make(*arguments: str) -> MemberProcess:

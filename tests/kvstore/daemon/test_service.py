@@ -1,0 +1,328 @@
+"""Starting, serving and ending as a whole: sockets, services, signals, metrics, and what bad configurations say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvstore.config import Limits, NvmePath
+from kvstore.units import GIB, MIB
+from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
+from tests.support.raw_client import RawClient
+
+Make = Callable[[], RawClient]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A short path of the test's own."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="kv") as name:
+        yield Path(name)
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def outcome(service: Service) -> tuple[int, str]:
+    """Exit code and log of a service that ends by itself."""
+    code = service.process.wait(DEADLINE_S)
+    service.rpc.close()
+    return code, service.log.read_text()
+
+
+def test_sockets_are_the_users_own(service: Service) -> None:
+    for path in (service.socket, f"{service.socket}.fd"):
+        mode = os.stat(path).st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+
+
+def test_a_second_daemon_on_one_socket_says_so(service: Service, place: Path) -> None:
+    """Elsewhere the second server took the socket of the first, whose clients then hung."""
+    second = start(service.config, place / "second.log")
+    code, log = outcome(second)
+    assert code != 0
+    assert log.count("\n") == 1, log
+    assert "socket in use" in log
+    assert service.stats().ready
+
+
+def test_a_stale_socket_is_replaced(place: Path) -> None:
+    config = small_config(place)
+    for suffix in ("", ".fd"):
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(config.socket + suffix)
+    with started(config) as service:
+        assert service.stats().ready
+
+
+def test_a_file_in_the_sockets_place_is_left_alone(place: Path) -> None:
+    config = small_config(place)
+    Path(config.socket).write_text("precious")
+    code, log = outcome(start(config, place / "log"))
+    assert code != 0
+    assert "is no socket" in log
+    assert Path(config.socket).read_text() == "precious"
+
+
+def test_health_and_description(service: Service) -> None:
+    with grpc.insecure_channel(f"unix:{service.socket}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=5)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    described = service.describe()
+    assert described.keeper_pid == service.process.pid
+    assert described.protocol_version == 1
+    assert f'socket = "{service.socket}"' in described.config_toml
+
+
+def test_sigterm_is_told_to_clients_and_ends_with_zero(place: Path) -> None:
+    with started(small_config(place)) as service:
+        one = RawClient(service.socket).begin()
+        service.process.send_signal(signal.SIGTERM)
+        assert one.receive_body("draining").draining.deadline_ms == 30_000
+        assert service.process.wait(DEADLINE_S) == 0
+        one.close()
+    assert not Path(service.socket).exists()
+
+
+def test_sighup_is_ignored(service: Service) -> None:
+    os.kill(service.daemon_pid, signal.SIGHUP)
+    os.kill(service.keeper_pid, signal.SIGHUP)
+    time.sleep(0.2)
+    assert service.stats().ready
+
+
+def test_sigterm_brings_dram_to_disk(place: Path) -> None:
+    """Elsewhere an orderly restart lost what had not been written yet."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service:
+        one = RawClient(service.socket).begin(hbm_slots=128)
+        hashes, _ = one.fill(range(400))
+        one.write_through(hashes)
+        one.close()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(DEADLINE_S) == 0
+    with started(config) as service:
+        assert service.tier("nvme").sealed_slots == 100
+        one = RawClient(service.socket).begin(hbm_slots=128)
+        granted = one.acquire(hashes)
+        if granted.outcomes[0] != pb.OUTCOME_HIT_DRAM:
+            one.receive_body("changed")
+            granted = one.acquire(hashes)
+        assert granted.outcomes == [pb.OUTCOME_HIT_DRAM] * 100
+        one.close()
+
+
+def test_a_second_signal_ends_at_once(place: Path) -> None:
+    config = replace(small_config(place, nvme_bytes=128 * MIB), limits=Limits(drain_deadline_s=60))
+    environ = {"KVSTORE_FAULT": "mover.sync:sleep=20"}
+    with started(config, environ=environ) as service:
+        one = RawClient(service.socket).begin()
+        hashes, _ = one.fill(range(40))
+        one.write_through(hashes)
+        service.process.send_signal(signal.SIGTERM)
+        one.receive_body("draining")
+        time.sleep(0.2)
+        assert service.process.poll() is None, "it waits for the disk"
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(5) == 0
+        one.close()
+
+
+def test_metrics_are_served_on_loopback(place: Path) -> None:
+    port = free_port()
+    with started(replace(small_config(place), metrics_port=port)) as service:
+        one = RawClient(service.socket).begin()
+        one.fill(range(40))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        assert 'kvstore_tier_sealed_slots{tier="hbm"} 10.0' in text
+        assert 'kvstore_sessions{state="attached"} 1.0' in text
+        assert "kvstore_messages_total " in text
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
+        one.close()
+
+
+def test_a_taken_metrics_port_says_so(place: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = replace(small_config(place), metrics_port=taken.getsockname()[1])
+        code, log = outcome(start(config, place / "log"))
+    assert code != 0
+    assert "metrics_port: cannot listen" in log.splitlines()[-1]
+
+
+def test_tcp_serves_and_admin_is_not_there(place: Path) -> None:
+    """Elsewhere administration was open to everyone who reached the port."""
+    port = free_port()
+    with started(replace(small_config(place), tcp=f"127.0.0.1:{port}")):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stats = kvstore_pb2_grpc.KvstoreStub(channel).Stats(pb.StatsRequest(), timeout=5)
+            assert stats.ready
+            admin = kvstore_pb2_grpc.AdminStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                admin.Clear(pb.ClearRequest(), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        own = place / "kv.sock.admin"
+        assert stat.S_IMODE(own.stat().st_mode) == 0o600
+        with grpc.insecure_channel(f"unix:{own}") as channel:
+            admin = kvstore_pb2_grpc.AdminStub(channel)
+            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=5).faults
+
+
+@pytest.mark.parametrize(
+    "nvme, says",
+    [
+        (lambda place: NvmePath(path=str(place / "files"), capacity_bytes=64 * MIB), "holds other files"),
+        (lambda place: NvmePath(path=str(place / "new"), capacity_bytes=1 << 42), "of room"),
+        (lambda place: NvmePath(path=str(place / "files" / "file"), capacity_bytes=64 * MIB), "cannot use"),
+    ],
+    ids=["foreign", "space", "file"],
+)
+def test_a_disk_that_cannot_be_used_is_one_line(
+    place: Path, nvme: Callable[[Path], NvmePath], says: str
+) -> None:
+    (place / "files").mkdir()
+    (place / "files" / "file").write_text("precious")
+    config = replace(small_config(place), nvme=(nvme(place),), min_slot_bytes=MIB)
+    code, log = outcome(start(config, place / "log"))
+    assert code != 0
+    assert says in log.splitlines()[-1]
+    assert log.splitlines()[-1].startswith("kvstore: nvme: ")
+    assert (place / "files" / "file").read_text() == "precious"
+
+
+def test_ready_does_not_wait_for_all_of_dram(place: Path) -> None:
+    """Elsewhere a large pool was touched before the server answered, for half a minute."""
+    config = replace(small_config(place), dram_bytes=2 * GIB, dram_extent_bytes=64 * MIB)
+    with started(config) as service:
+        assert service.tier("dram").allocated_bytes < 2 * GIB
+        assert RawClient(service.socket).begin().close() is None
+        wait_for("all of it", lambda: service.tier("dram").allocated_bytes == 2 * GIB)
+
+
+def test_nothing_is_left_behind(place: Path) -> None:
+    """Elsewhere shared memory and sockets of killed servers stayed until the machine was restarted."""
+    with started(small_config(place)) as service:
+        RawClient(service.socket).begin().close()
+        service.kill_daemon()
+        pids = set(service.pids)
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+    assert not list(Path("/dev/shm").glob("*kvstore*"))
+    assert {path.name for path in place.iterdir()} <= {"kv.log", "kv.sock.lock"}
+
+
+def test_pause_makes_every_lookup_a_miss(client: Make, service: Service) -> None:
+    one = client().begin()
+    hashes, _ = one.fill(range(40))
+    service.call("Pause", pb.PauseRequest(paused=True), service="admin")
+    try:
+        assert service.stats().paused
+        granted = one.acquire(hashes, lease=2)
+        assert granted.outcomes == [pb.OUTCOME_MISS] * 10
+        assert one.seal(one.seals(hashes, granted)) == [pb.SEAL_OUTCOME_DUPLICATE] * 10
+        one.release(hbm=granted.hbm.tolist())
+    finally:
+        service.call("Pause", pb.PauseRequest(paused=False), service="admin")
+    assert one.acquire(hashes, lease=3).outcomes == [pb.OUTCOME_HIT_HBM] * 10
+
+
+def test_pin_explain_and_leases(client: Make, service: Service) -> None:
+    one = client().begin()
+    hashes, _ = one.fill(range(40))
+    longer = one.chain(range(48))
+    request = pb.ExplainRequest(token=one.token, namespace=one.ns.namespace, hashes=longer.tobytes())
+    told = one.stub.Explain(request, timeout=5)
+    assert (told.cached_blocks, told.cause, dict(told.blocks_by_tier)) == (10, "never stored", {"hbm": 10})
+    pin = pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), ttl_s=60)
+    assert one.admin.Pin(pin, timeout=5).pinned_blocks == 10
+    unpin = pb.UnpinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes())
+    assert one.admin.Unpin(unpin, timeout=5).unpinned_blocks == 10
+    leases = one.admin.Leases(pb.LeasesRequest(), timeout=5).sessions
+    assert [(lease.name, lease.state, lease.held_hbm_slots) for lease in leases] == [("raw", "attached", 10)]
+    with pytest.raises(grpc.RpcError) as caught:
+        one.admin.Pin(pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes()), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_flush_without_a_disk_says_so(client: Make) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        client().stub.Flush(pb.FlushRequest(), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_descriptors_do_not_leak(service: Service) -> None:
+    """Each opened and closed session gives all its descriptors back, here and in the keeper."""
+
+    def count() -> tuple[int, int]:
+        return (
+            len(os.listdir(f"/proc/{service.daemon_pid}/fd")),
+            len(os.listdir(f"/proc/{service.keeper_pid}/fd")),
+        )
+
+    RawClient(service.socket).begin(hbm_slots=0).close()
+    wait_for("lost", lambda: service.stats().sessions[0].state == "lost")
+    service.call("Forget", pb.ForgetRequest(session=service.stats().sessions[0].session), service="admin")
+    before = count()
+    for _ in range(5):
+        one = RawClient(service.socket).begin(hbm_slots=0)
+        one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+        one.close()
+    wait_for("as before", lambda: count() <= before)
+
+
+def test_output_of_a_start_is_a_ready_line(place: Path) -> None:
+    config = small_config(place)
+    service = start(config, place / "log")
+    line = wait_for("the ready line", lambda: _line(place / "log"))
+    assert line.startswith(f"kvstore ready on {config.socket}: DRAM 64MiB")
+    service.await_ready()
+    assert service.stop() == 0
+
+
+def _line(log: Path) -> str:
+    return next((line for line in log.read_text().splitlines() if line.startswith("kvstore ready")), "")
+
+
+def test_commands_say_when_nobody_listens(place: Path) -> None:
+    import sys
+
+    for command in (["status"], ["release"], ["status", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore.cli.main", *command, "--socket", str(place / "none.sock")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0
+        assert done.stderr.count("\n") == 1
+        assert "kvstore serve" in done.stderr, done.stderr
