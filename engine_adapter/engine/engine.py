@@ -90,7 +90,7 @@ class Engine:
         settings: EngineSettings,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """ValueError when the manager's pages do not fit the model, or do not nest with the deterministic grid."""
+        """ValueError when the pages do not fit the model, ConfigError when they do not nest with the grid."""
         self.loaded = loaded
         self._blocks = blocks
         self._clock = clock

@@ -94,11 +94,13 @@ def read_gguf(path: Path) -> GgufFile:
         data = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
+    # A plain array: numpy would run Python code for each view of a memmap, and dequantizing makes thousands.
+    plain = data.view(np.ndarray)
     try:
-        metadata, tensors = _parse(data.data)
+        metadata, tensors = _parse(plain.data)
     except struct.error as error:
         raise ModelError(f"{path} is damaged or no GGUF file: {error}") from error
-    return GgufFile(path=path, metadata=metadata, tensors=tensors, data=data)
+    return GgufFile(path=path, metadata=metadata, tensors=tensors, data=plain)
 
 
 def _parse(data: memoryview) -> tuple[dict[str, object], dict[str, GgufTensor]]:

@@ -10,7 +10,7 @@ a decoding request finds no page, the newest running request is preempted: its p
 from collections import deque
 from dataclasses import dataclass
 
-from engine_adapter.base import BlockManager, RequestId
+from engine_adapter.base import BlockManager
 from engine_adapter.engine.request import Chunk, Request
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -152,7 +152,3 @@ class Scheduler:
             self._running.append(request)
             budget -= self._add_chunk(chunks, request, budget)
         self._waiting.extendleft(reversed(passed_over))
-
-    def find(self, request_id: RequestId) -> Request | None:
-        """The live request of that id. O(live requests)."""
-        return next((r for r in (*self._running, *self._waiting) if r.id == request_id), None)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvstore.errors import ConfigError
+
 __all__ = ["EngineSettings"]
 
 
@@ -25,4 +27,4 @@ class EngineSettings:
         for name in ("chunk_tokens", "max_running", "max_waiting", "max_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be positive, not {value}")
+                raise ConfigError(f"{name} must be positive, not {value}")

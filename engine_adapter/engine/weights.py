@@ -220,10 +220,16 @@ class _GgufTensors:
         if raw.size != int(np.prod(byte_shape)):
             raise ModelError(f"{self._file.path} is cut off within tensor {name!r}")
         try:
-            values = gguf.dequantize(_typed(raw, kind).reshape(*byte_shape[:-1], -1), kind)
+            values = gguf.dequantize(_typed(raw, kind).reshape(_dequantize_rows(byte_shape[0]), -1), kind)
         except NotImplementedError as error:
             raise ModelError(f"{self._file.path}: quantization {kind.name} is not supported") from error
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        writable = np.require(values, np.float32, ["C", "W"])  # what is F32 already is still the mapped file
+        return torch.from_numpy(writable).view(entry.shape)
+
+
+def _dequantize_rows(num_rows: int) -> int:
+    """As how many rows to dequantize: `gguf` takes 16 at a time, too few for numpy where rows are short."""
+    return num_rows // 16 if num_rows % 16 == 0 else num_rows
 
 
 def _typed(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.attention.gather import PageWriter, Scratch
+from kvstore.errors import ConfigError
 
 __all__ = ["GRID_TOKENS", "TiledAttention"]
 
@@ -44,10 +45,10 @@ class TiledAttention:
     """Backend over a pool `[page, layer, K|V, kv_head, token, head_dim]`; each pass must be one tile."""
 
     def __init__(self, pool: Tensor) -> None:
-        """ValueError when pages and grid do not nest: the padded context must be whole pages, whatever the position."""
+        """ConfigError when pages and grid do not nest: a padded context must be whole pages at any position."""
         block_tokens = pool.shape[4]
         if max(block_tokens, GRID_TOKENS) % min(block_tokens, GRID_TOKENS):
-            raise ValueError(
+            raise ConfigError(
                 f"deterministic mode needs block_tokens that divide or are a multiple of {GRID_TOKENS}"
             )
         self._pool = pool

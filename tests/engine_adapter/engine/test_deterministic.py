@@ -1,5 +1,8 @@
 """Deterministic mode: a token's logits have the same bits cold, behind any cached prefix and in any company."""
 
+import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from engine_adapter.engine.attention.tiled import TiledAttention
 from engine_adapter.engine.models.llama import Llama
+from kvstore.errors import ConfigError
 from tests.engine_adapter.engine import tiny
 from tests.engine_adapter.engine.harness import Sequences, random_tokens
 
@@ -68,6 +72,28 @@ def test_two_threads_agree_among_themselves(model: Llama, two_threads: None) -> 
     assert torch.equal(sequences.run(runner, [(warm, LENGTH)]), expected)
 
 
+DIGEST = """
+import hashlib, sys
+from tests.engine_adapter.engine import tiny
+from tests.engine_adapter.engine.test_deterministic import TOKENS, cold
+from pathlib import Path
+print(hashlib.sha256(cold(tiny.load(Path(sys.argv[1])).model, 16).numpy().tobytes()).hexdigest())
+"""
+
+
+def test_another_process_computes_the_same_bits(tiny_folder: Path) -> None:
+    """A restarted worker serves KV of the one before it beside its own."""
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", DIGEST, str(tiny_folder)]
+    digests = [
+        subprocess.run(command, cwd=root, timeout=100, check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+    here = cold(tiny.load(tiny_folder).model, 16).numpy().tobytes()
+    assert digests[0].strip() == hashlib.sha256(here).hexdigest()
+
+
 def test_any_cut_into_chunks_gives_the_same_bits(model: Llama) -> None:
     expected = cold(model, 16)
     for step in (9, 40, 64, 100):
@@ -123,5 +149,5 @@ def test_recycled_pages_full_of_nan_leave_no_trace(model: Llama) -> None:
 
 def test_blocks_that_do_not_nest_with_the_grid_are_refused(tiny_folder: Path) -> None:
     sequences = Sequences(tiny.load(tiny_folder).model, block_tokens=48)
-    with pytest.raises(ValueError, match="block_tokens"):
+    with pytest.raises(ConfigError, match="block_tokens"):
         TiledAttention(sequences.pool)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.request import FinishReason
 from engine_adapter.engine.sampler import SamplingParams
 from engine_adapter.engine.settings import EngineSettings
+from kvstore.errors import ConfigError
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
 from tests.engine_adapter.engine.harness import random_tokens
 
@@ -207,11 +209,37 @@ def test_the_engine_waits_only_when_nothing_can_run(tiny_model: LoadedModel) -> 
     assert blocks.steps == 4 + 10
 
 
+class Suspicious(PrefixCacheBlocks):
+    """Looks at the bytes of what is committed: pages begin as NaN, so what no kernel wrote is seen."""
+
+    seen = 0
+
+    def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        pages = self.pages(request)[: num_tokens // BLOCK]
+        assert len(token_ids) >= num_tokens
+        assert np.isfinite(self.memory[pages].view(np.float32)).all()
+        self.seen += len(pages)
+        super().commit(request, token_ids, num_tokens)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_nothing_is_committed_before_its_kernels_have_run(
+    tiny_model: LoadedModel, deterministic: bool
+) -> None:
+    """Elsewhere a block was sealed by the CPU before the kernel that writes it had run."""
+    page_bytes = tiny_model.config.page_bytes(BLOCK, 4)
+    assert page_bytes == tiny_model.config.kv_token_bytes(4) * BLOCK  # no padding, which nobody writes
+    blocks = Suspicious(num_pages=64, page_bytes=page_bytes, block_tokens=BLOCK)
+    engine = Engine(tiny_model, blocks, EngineSettings(deterministic=deterministic, chunk_tokens=40))
+    engine.generate([random_tokens(n, seed=n) for n in (100, 48, 7)], TEN)
+    assert blocks.seen > 100 // BLOCK
+
+
 def test_pages_that_do_not_fit_the_model_are_refused(tiny_model: LoadedModel) -> None:
     wrong = PlainBlockManager(num_pages=8, page_bytes=4096, block_tokens=64)
     with pytest.raises(ValueError, match="cannot hold 64 tokens"):
         Engine(tiny_model, wrong, EngineSettings())
-    with pytest.raises(ValueError, match="chunk_tokens"):
+    with pytest.raises(ConfigError, match="chunk_tokens"):
         EngineSettings(chunk_tokens=0)
 
 
