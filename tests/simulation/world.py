@@ -78,6 +78,8 @@ class World:
         self.memory = memoryview(bytearray(table_bytes(self.shape)))
         self.now_ms = 1_700_000_000_000
         self.fault_in: int | None = None
+        self.points: list[str] = []  # fault points that were passed
+        self.die_again_in: int | None = None  # the next recovery dies too
         self.crashes = 0
         self.next_grant = 1
         self.next_lease = 1
@@ -110,7 +112,8 @@ class World:
 
     # ------------------------------------------------------------ crashes
 
-    def _fault(self, _name: str) -> None:
+    def _fault(self, name: str) -> None:
+        self.points.append(name)
         if self.fault_in is not None:
             self.fault_in -= 1
             if self.fault_in < 0:
@@ -133,6 +136,7 @@ class World:
         self.zombies += self.in_flight
         self.in_flight = []
         self.mover_known_dead = False
+        self.fault_in, self.die_again_in = self.die_again_in, None
         while True:
             try:
                 self.store = Store.recover(
@@ -579,6 +583,12 @@ class World:
                 client = self.clients.get(session)
                 assert client is not None
                 client.waiting -= set(leases)
+
+    def evict(self, tier: Tier) -> None:
+        """A tier is needed for other things: all goes that may go."""
+        evictor, pool = self.store._evictor, self.store._state.pool(tier)
+        slots = np.arange(len(pool), dtype=np.uint32)
+        self._call(lambda: evictor._evict(tier, slots[evictor.evictable(pool, slots)]))
 
     def clear(self) -> None:
         """An administrator."""
