@@ -2,10 +2,10 @@
 
     python -m kvstore.mover FD        FD: the inherited socketpair end; started by `kvstore.mover_link`
 
-It decides nothing. One thread owns the socket and the tiers; I/O threads carry out pieces and hand replies back through
-a queue and an eventfd. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon is gone)
-what waits is forgotten, what is running is finished, and the process exits: until then it holds the directory's lock
-and its DRAM slots count as held. SIGINT and SIGTERM are ignored, so that a drain can finish.
+It decides nothing. One thread reads the socket and owns the tiers; I/O threads carry out pieces and send the replies
+themselves, without a hand-over. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon
+is gone) what waits is forgotten, what is running is finished, and the process exits: until then it holds the
+directory's lock and its DRAM slots count as held. SIGINT and SIGTERM are ignored, so that a drain can finish.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = ["Mover", "WorkQueue", "main"]
 
 _MAX_OUTSTANDING = 8192
 _COUNTS_INTERVAL_S = 1.0
+_FULL_POLL_MS = 10
 _READS_PER_WRITE = 7  # reads go first, and still a write gets through
 
 _Job = Callable[[], None]
@@ -116,8 +117,8 @@ class Mover:
         directory = Path(config.directory)
         self._sock = sock
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._finished: deque[wire.Message] = deque()  # by the I/O threads
-        self._outbox: deque[bytes] = deque()
+        self._sending = threading.Lock()  # guards the next three
+        self._outbox: deque[bytes] = deque()  # what the socket did not take at once
         self._outstanding = 0
         self._ended = False
         self._sent_counts = wire.Counts(
@@ -154,19 +155,21 @@ class Mover:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._ended:
-            wanted = select.POLLIN if self._outstanding < _MAX_OUTSTANDING else 0
-            poller.register(self._sock, wanted | (select.POLLOUT if self._outbox else 0))
-            events = dict(poller.poll(1000 * _COUNTS_INTERVAL_S))
+            full = self._outstanding >= _MAX_OUTSTANDING
+            poller.register(
+                self._sock, (0 if full else select.POLLIN) | (select.POLLOUT if self._outbox else 0)
+            )
+            events = dict(poller.poll(_FULL_POLL_MS if full else 1000 * _COUNTS_INTERVAL_S))
             if self._wake in events:
                 os.eventfd_read(self._wake)
-            self._collect()
-            self._send_counts()
-            self._flush()
             state = events.get(self._sock.fileno(), 0)
-            if wanted and state & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            if state & select.POLLOUT:
+                self._flush()
+            if state & select.POLLIN and not full:
                 self._receive()
             elif state & (select.POLLHUP | select.POLLERR):
                 self._ended = True
+            self._send_counts()
         self._queue.close()
         for thread in self._threads:
             thread.join()
@@ -207,7 +210,8 @@ class Mover:
                 raise KvstoreError(f"unexpected message {type(message).__name__}")
 
     def _start(self, moves: Moves) -> None:
-        self._outstanding += len(moves)
+        with self._sending:
+            self._outstanding += len(moves)
         for piece in self._storage.pieces(moves):
             if int(piece["kind"][0]) == MoveKind.WRITE:
                 self._queue.put_write(functools.partial(self._write, piece))
@@ -231,7 +235,7 @@ class Mover:
         except (KvstoreError, OSError) as error:
             self._notice(f"{drop.tier.name.lower()} extent {drop.extent} was not dropped: {error}")
 
-    # The I/O threads run what follows up to `_collect`.
+    # The I/O threads run what follows, up to `_send`.
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -249,7 +253,9 @@ class Mover:
             self._notice(f"moving blocks failed: {type(error).__name__}: {error}")
             replies = _failed(piece)
         fault("move.done")
-        self._finish(wire.Replies(replies))
+        with self._sending:
+            self._outstanding -= len(replies)
+        self._send(wire.Replies(replies))
 
     def _sync(self, sync_id: int) -> None:
         fault("mover.sync")
@@ -258,37 +264,23 @@ class Mover:
             text = ""
         except OSError as error:
             text = f"fdatasync failed: {error.strerror}"
-        self._finish(wire.Synced(id=sync_id, text=text))
+        self._send(wire.Synced(id=sync_id, text=text))
 
     def _notice(self, text: str) -> None:
-        self._finish(wire.Notice(text=text))
+        self._send(wire.Notice(text=text))
 
-    def _finish(self, message: wire.Message) -> None:
-        self._finished.append(message)
-        os.eventfd_write(self._wake, 1)
+    def _send(self, message: wire.Message) -> None:
+        """Sends, or leaves it to the first thread where the socket is full. Any thread."""
+        packet = wire.pack(message)
+        with self._sending:
+            waits = bool(self._outbox)
+            self._outbox.append(packet)
+            if not waits:
+                self._flush_locked()
+            if not waits and (self._outbox or self._ended):
+                os.eventfd_write(self._wake, 1)
 
-    # The owner's thread again.
-
-    def _collect(self) -> None:
-        """Moves what the I/O threads finished to the outbox, replies of one round together."""
-        replies: list[Replies] = []
-        while self._finished:
-            message = self._finished.popleft()
-            if isinstance(message, wire.Replies):
-                replies.append(message.replies)
-            else:
-                self._send_replies(replies)
-                self._send(message)
-        self._send_replies(replies)
-
-    def _send_replies(self, replies: list[Replies]) -> None:
-        if not replies:
-            return
-        joined = np.concatenate(replies)
-        replies.clear()
-        self._outstanding -= len(joined)
-        for at in range(0, len(joined), wire.MAX_BATCH_MOVES):
-            self._send(wire.Replies(joined[at : at + wire.MAX_BATCH_MOVES]))
+    # The first thread again.
 
     def _send_counts(self) -> None:
         now = time.monotonic()
@@ -301,11 +293,12 @@ class Mover:
             self._sent_counts = message
             self._send(message)
 
-    def _send(self, message: wire.Message) -> None:
-        self._outbox.append(wire.pack(message))
-
     def _flush(self) -> None:
-        while self._outbox:
+        with self._sending:
+            self._flush_locked()
+
+    def _flush_locked(self) -> None:
+        while self._outbox and not self._ended:
             try:
                 wire.send_packet(self._sock, self._outbox[0])
             except BlockingIOError:

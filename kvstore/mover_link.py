@@ -166,9 +166,15 @@ class MoverLink:
                 os.close(first.fd)
 
     def receive(self) -> list[wire.Message]:
-        """What the mover said, at most 64 messages a call; `ended` becomes true at EOF or nonsense."""
+        """What the mover said, at most 64 packets a call; `ended` becomes true at EOF or nonsense.
+
+        Replies come as one message, the first, whatever the number of packets: a mover answers each piece by itself.
+        """
         messages: list[wire.Message] = []
-        while not self.ended and len(messages) < _MAX_PACKETS_A_CALL:
+        replies: list[NDArray[np.void]] = []
+        for _ in range(_MAX_PACKETS_A_CALL):
+            if self.ended:
+                break
             try:
                 packet, _ = wire.receive_packet(self._sock)
                 if not packet:
@@ -182,11 +188,15 @@ class MoverLink:
                 break
             if isinstance(message, wire.Replies):
                 self.outstanding -= len(message.replies)
+                replies.append(message.replies)
+            else:
+                messages.append(message)
+            if isinstance(message, wire.Replies | wire.Synced):
                 self._progress_s = time.monotonic()
-            elif isinstance(message, wire.Synced):
+            if isinstance(message, wire.Synced):
                 self.syncs -= 1
-                self._progress_s = time.monotonic()
-            messages.append(message)
+        if replies:
+            messages.insert(0, wire.Replies(np.concatenate(replies)))
         return messages
 
     def stalled_s(self) -> float:

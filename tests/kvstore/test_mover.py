@@ -117,6 +117,18 @@ def test_blocks_go_down_and_come_back(start: Start, harness: Harness) -> None:
     assert wait_dead(link) == 0
 
 
+def test_replies_of_many_pieces_come_as_one_message(start: Start, harness: Harness) -> None:
+    """The daemon's loop was entered once for each block, and a full disk queue cost it its answer times."""
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    assert link.send_moves(harness.moves_for(list(range(0, 40, 2)))) == 20
+    time.sleep(0.5)
+    messages = [message for message in link.receive() if isinstance(message, wire.Replies)]
+    assert len(messages) == 1
+    rest = 20 - len(messages[0].replies)
+    assert len(statuses(messages + (wait_for(link, wire.Replies, rest) if rest else []))) == 20
+
+
 def test_it_says_what_it_is(start: Start) -> None:
     link = start(threads=3)
     messages = wait_for(link, wire.SlabOpened)

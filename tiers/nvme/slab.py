@@ -87,8 +87,9 @@ class Slab:
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> int:
         """pwritev: bytes written, which may be fewer than asked for. Raises OSError."""
-        self.dirty = True
-        return os.pwritev(self._fd, buffers, offset)
+        count = os.pwritev(self._fd, buffers, offset)
+        self.dirty = True  # after it: a sync between would take the mark away and not have the bytes
+        return count
 
     def sync(self) -> None:
         """fdatasync, where anything was written since the last. Raises OSError."""

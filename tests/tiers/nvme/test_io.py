@@ -245,6 +245,31 @@ def test_a_failed_sync_is_tried_again(
     assert len(calls) == 2
 
 
+def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
+    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that ran while another thread synced was taken as durable and was not."""
+    real_write, real_sync = os.pwritev, os.fdatasync
+    synced: list[int] = []
+
+    def write_after_a_sync(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        tier.sync()
+        return real_write(fd, buffers, offset)
+
+    def counted(fd: int) -> None:
+        synced.append(fd)
+        real_sync(fd)
+
+    monkeypatch.setattr(slab_module.os, "pwritev", write_after_a_sync)
+    monkeypatch.setattr(slab_module.os, "fdatasync", counted)
+    tier.transfer(harness.moves_for([0]))
+    before = len(synced)
+    tier.sync()
+    assert len(synced) == before + 1
+    tier.sync()
+    assert len(synced) == before + 1
+
+
 def test_a_trailer_of_another_version_is_none() -> None:
     page = memoryview(bytearray(4096))
     trailer = Trailer(1, 0, SLOT_BYTES, 3, 4, b"h" * 16, b"p" * 16, b"n" * 16, b"c" * 16)
