@@ -122,7 +122,8 @@ def test_replies_of_many_pieces_come_as_one_message(start: Start, harness: Harne
     link = start()
     wait_for(link, wire.SlabOpened)
     assert link.send_moves(harness.moves_for(list(range(0, 40, 2)))) == 20
-    time.sleep(0.5)
+    assert select.select([link], [], [], _DEADLINE_S)[0]
+    time.sleep(0.2)
     messages = [message for message in link.receive() if isinstance(message, wire.Replies)]
     assert len(messages) == 1
     rest = 20 - len(messages[0].replies)
