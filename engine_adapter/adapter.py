@@ -34,8 +34,8 @@ __all__ = ["KvstoreBlockManager"]
 _U32 = NDArray[np.uint32]
 _NO_SLOTS: _U32 = np.empty(0, dtype=np.uint32)
 _NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-_MAX_UNCOPIED_S = 1.0
-"""How long a published page may wait for room in DRAM while a request lacks pages."""
+_MAX_UNUSED_S = 0.5
+"""How long pages may wait for room in DRAM, or for the engine to ask again, while another request lacks pages."""
 _RETRY_S = 0.02
 """After an answer that was short of slots: ask again no sooner, unless the store says that something changed."""
 
@@ -65,6 +65,7 @@ class _Request:
     found: NDArray[np.uint8]  # tiers of the leading run when it was enqueued
     patience_until: float = 0.0  # then it computes what others are computing; 0: has not asked yet
     phase: _Phase = _Phase.QUEUED
+    asked_at: float = 0.0  # when the engine last wanted to admit it
     retry_at: float = 0.0
     changed: bool = False  # the store said so since it asked
     seen_blocks: int = 0  # of its chain, cached when it last waited
@@ -137,6 +138,7 @@ class KvstoreBlockManager:
         """See BlockManager."""
         self._absorb_events()
         entry = self._requests[request]
+        entry.asked_at = self._clock()
         if entry.phase is _Phase.QUEUED:
             self._ask(entry, num_tokens)
         elif entry.phase is _Phase.ASKED:
@@ -152,18 +154,16 @@ class KvstoreBlockManager:
         prompt = entry.chain.hashes[: entry.cap_blocks]
         if not entry.patience_until:
             entry.patience_until = now + self._patience_s
-        elif (
-            now > entry.patience_until
-        ):  # others still fill what it waits for: go on while they make progress
-            seen_blocks = self._session.match(self._namespace, prompt).hits
-            if seen_blocks > entry.seen_blocks:
-                entry.seen_blocks, entry.patience_until = seen_blocks, now + self._patience_s
+        if now > entry.patience_until and (hits := self._hits(prompt)) > entry.seen_blocks:
+            # What it waits for is still being filled: as long as that goes on, so does the wait.
+            entry.seen_blocks, entry.patience_until = hits, now + self._patience_s
+        reserve = max(0, self._blocks(num_tokens) - len(prompt))
         entry.changed = False
         entry.grant = self._session.acquire(
             self._namespace,
             entry.lease,
             prompt,
-            reserve=min(self._blocks(num_tokens) - len(prompt), self._session.max_message_blocks),
+            reserve=min(reserve, self._session.max_message_blocks),
             private_fill=now > entry.patience_until,
         )
         entry.phase = _Phase.ASKED
@@ -185,9 +185,7 @@ class KvstoreBlockManager:
             short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
             self._wait_for_change(entry, retry_s=_RETRY_S if short else self._patience_s)
             if short:
-                self.write_through.shed(_MAX_UNCOPIED_S)
-            if short and not self._num_admitted:
-                self._session.pause_credit()  # nothing decodes: the slots in hand may be those that are lacking
+                self._find_slots()
             return
         self._start(entry, grant, extra)
 
@@ -198,6 +196,25 @@ class KvstoreBlockManager:
         entry.grant = None
         entry.phase = _Phase.QUEUED
         entry.retry_at = 0.0 if entry.changed else self._clock() + retry_s
+
+    def _find_slots(self) -> None:
+        """A request lacks slots: lets go of those that this engine has and does not use."""
+        self.write_through.shed(_MAX_UNUSED_S)
+        until = self._clock() - _MAX_UNUSED_S
+        for entry in self._requests.values():
+            if entry.asked_at < until and self._may_go_on(entry):
+                self._start_again(entry)
+        if not self._num_admitted:
+            self._session.pause_credit()  # nothing decodes: those in hand may be all that is lacking
+
+    def _start_again(self, entry: _Request) -> None:
+        """A request that does not run yet gives back what it got."""
+        if entry.grant is not None:
+            entry.grant.abandon()
+        self._session.stage(dropped_hbm=entry.slots)
+        entry.grant = entry.load = entry.admission = None
+        entry.slots, entry.pages = _NO_SLOTS, _NO_PAGES
+        entry.phase, entry.lost, entry.retry_at = _Phase.QUEUED, False, 0.0
 
     def _start(self, entry: _Request, grant: Grant, extra: SlotRun) -> None:
         """Every block has its slot: hits are there or are copied from DRAM, the rest is to be computed."""
@@ -241,10 +258,8 @@ class KvstoreBlockManager:
         if load is not None and not load.loaded:
             return
         entry.load = None
-        if entry.lost:  # a page of it is no longer ours: from the start
-            self._session.stage(dropped_hbm=entry.slots)
-            entry.slots, entry.pages = entry.slots[:0], entry.pages[:0]
-            entry.phase, entry.lost = _Phase.QUEUED, False
+        if entry.lost:
+            self._start_again(entry)
         else:
             self._admit(entry)
 
@@ -331,13 +346,17 @@ class KvstoreBlockManager:
         """See BlockManager."""
         self._session.step()
         self._absorb_events()
-        if any(self._may_go_on(entry) for entry in self._requests.values()):
-            return
-        retries = [entry.retry_at for entry in self._requests.values() if entry.phase is _Phase.QUEUED]
+        waiting = self._requests.values()
+        retries = [
+            entry.retry_at for entry in waiting if entry.phase is _Phase.QUEUED or self._may_go_on(entry)
+        ]
         soonest = max(0.001, min(retries) - self._clock()) if retries else timeout_s
         self._session.wait(min(timeout_s, soonest))
 
     # ------------------------------------------------------------ parts
+
+    def _hits(self, prompt: NDArray[np.uint64]) -> int:
+        return self._session.match(self._namespace, prompt).hits
 
     def _may_go_on(self, entry: _Request) -> bool:
         """Whether what a waiting request waits for is here."""
@@ -373,4 +392,6 @@ class KvstoreBlockManager:
                         entry.retry_at, entry.changed = 0.0, True
             elif isinstance(event, Lost):
                 for entry in self._requests.values():
+                    if entry.phase is _Phase.ASKED and self._may_go_on(entry):
+                        self._start_again(entry)
                     entry.lost |= bool(np.isin(entry.slots, event.hbm_slots).any())

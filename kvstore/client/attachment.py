@@ -100,6 +100,10 @@ class Attachment:
                 self._namespaces[digest] = namespace
             return namespace
 
+    def any_namespace(self) -> Namespace | None:
+        """One that was opened."""
+        return next(iter(self._namespaces.values()), None)
+
     def close(self) -> None:
         """Detaches, then ends the liveness connection."""
         self._detach()

@@ -26,7 +26,7 @@ from kvstore.client.outbox import Cancel, Prefetch
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import Listener, SessionState, Targets
 from kvstore.client.stream import Stream
-from kvstore.errors import FailedPrecondition, InvalidArgument
+from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
 from kvstore.geometry import Geometry
 from kvstore.layout import Tier
 from kvstore.match import MatchResult, match
@@ -41,6 +41,7 @@ _MAP_TIMEOUT_S = 2.0
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
+_DRAIN_S = 2.0
 _NO_SEALS: NDArray[np.void] = np.empty(0, dtype=SEAL)
 _NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
 _NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
@@ -253,6 +254,18 @@ class Session:
         """Sleeps until `ready()`, asked again at every news; False: the time is over."""
         return self._state.wait_until(ready, timeout_s)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Sends all that was staged and waits until the daemon has applied it. False: no answer in time."""
+        self.step()
+        namespace = self._attachment.any_namespace()
+        if namespace is None:  # then nothing can have been staged
+            return True
+        try:  # the stream is ordered: an answer to the last message is an answer to all
+            self.acquire(namespace, 0, np.empty((0, 2), dtype=np.uint64)).result(timeout_s)
+        except KvstoreError:
+            return False
+        return True
+
     def quiet(self) -> bool:
         """Whether everything given to `step` was sent, and every seal and acquire answered."""
         return self._state.quiet()
@@ -279,10 +292,11 @@ class Session:
     # ------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Detaches: nothing of this process touches a slot any more. Idempotent."""
+        """Tells what is left to tell and detaches: nothing here touches a slot any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        self.drain(min(self._timeout_s, _DRAIN_S))
         self._stream.stop(self._timeout_s)
         self._attachment.close()
 

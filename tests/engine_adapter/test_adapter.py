@@ -297,6 +297,19 @@ def test_a_prompt_as_large_as_the_pool_is_admitted(tmp_path: Path) -> None:
         assert engine.run("small", prompt(B)).cached_tokens == 0
 
 
+def test_an_answer_that_is_not_used_gives_its_pages_back(tmp_path: Path) -> None:
+    """A small request had its pages and was not scheduled, the large one before it lacked those: nothing ran."""
+    with started(small_config(tmp_path)) as service, attached(service.socket, "tight", pages=32) as engine:
+        small = engine.enqueue("small", prompt(8 * B + 1))
+        assert engine.try_admit(small) is None  # asked, and never asked for again
+        large = engine.enqueue("large", prompt(29 * B + 1))
+        engine.admit(large)
+        engine.release(large)
+        engine.admit(small)
+        engine.release(small)
+        engine.await_nothing_used()
+
+
 def test_no_answer_is_awaited_in_a_decode_step(engine: Driver) -> None:
     """A step of decoding costs at most one message and waits for none."""
     request = engine.enqueue("r", prompt(2 * B))

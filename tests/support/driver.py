@@ -102,6 +102,7 @@ class Driver:
             assert time.monotonic() < deadline, "seals or copies did not end"
             self.session.step()
             time.sleep(0.002)
+        assert self.session.drain(timeout_s)
 
     def held(self) -> pb.SessionStats:
         """What the daemon says that this session holds."""

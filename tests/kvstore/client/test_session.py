@@ -261,6 +261,19 @@ def test_too_many_sessions_are_refused(service: Service, client: Client) -> None
     attach(client, "again").close()
 
 
+def test_what_was_staged_is_told_before_the_session_ends(service: Service, client: Client) -> None:
+    """The last copies of a worker that ended in order were lost: its detach overtook them."""
+    for i in range(5):
+        session = attach(client, f"last words {i}")
+        namespace = session.open_namespace(PARTS)
+        hashes = chain(namespace, 4)
+        grant = session.acquire(namespace, 1, hashes).result(5)
+        session.stage(seals=seals_of(namespace, hashes, grant.hbm_slots, grant.hbm_generations))
+        session.close()
+        with attach(client, "reader") as reader:
+            assert reader.match(reader.open_namespace(PARTS), hashes).hits == 4
+
+
 def test_close_is_idempotent_and_frees_everything(service: Service, client: Client) -> None:
     session = attach(client, "closed", credit=8, room=8)
     namespace = session.open_namespace(PARTS)
