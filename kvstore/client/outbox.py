@@ -28,8 +28,9 @@ _NO_SLOTS: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 
 @dataclass(slots=True)
 class Step:
-    """One step as it was sent."""
+    """One step as it was sent. `seen` belongs to the releases: the newest message that was read when they were chosen."""
 
+    seen: int
     seals: NDArray[np.void]
     loads: NDArray[np.void]
     stores: NDArray[np.void]
@@ -118,7 +119,7 @@ class Outbox:
             self._step_due = True
             self._queue.append(_StepDue())
 
-    def next(self, now: float, seen: int) -> pb.ClientMessage | None:
+    def next(self, now: float) -> pb.ClientMessage | None:
         """The next message to send, or None when there is none. Remembers it until it is answered."""
         while self._queue:
             item = self._queue.popleft()
@@ -132,7 +133,7 @@ class Outbox:
                 if item.abandoned:
                     continue
                 item.sent_at = now
-            return self._remember(item, seen)
+            return self._remember(item)
         return None
 
     def answered(self, message_id: int) -> Item | None:
@@ -149,6 +150,9 @@ class Outbox:
         again: list[Item] = []
         for _, item in self._sent:
             if isinstance(item, Step):
+                item.seen = (
+                    0  # of the new stream: whatever is granted on it before this arrives is not released
+                )
                 item.released_hbm = item.released_hbm[~held_hbm[item.released_hbm]]
                 item.released_dram = item.released_dram[~held_dram[item.released_dram]]
             again.append(item)
@@ -192,7 +196,7 @@ class Outbox:
                 return item.sent_at
         return None
 
-    def _remember(self, item: Item, seen: int) -> pb.ClientMessage:
+    def _remember(self, item: Item) -> pb.ClientMessage:
         message_id = self._next_id
         self._next_id += 1
         if isinstance(item, Step):
@@ -201,7 +205,7 @@ class Outbox:
                 self._forget_oldest_step()
         if not isinstance(item, Cancel):
             self._sent.append((message_id, item))
-        return _encode(message_id, item, seen)
+        return _encode(message_id, item)
 
     def _forget_oldest_step(self) -> None:
         """Bounds memory where nothing is answered for long: a step without seals only loses its copies on a resume."""
@@ -212,7 +216,7 @@ class Outbox:
                 return
 
 
-def _encode(message_id: int, item: Item, seen: int) -> pb.ClientMessage:
+def _encode(message_id: int, item: Item) -> pb.ClientMessage:
     if isinstance(item, PendingGrant):
         return pb.ClientMessage(
             id=message_id,
@@ -226,7 +230,7 @@ def _encode(message_id: int, item: Item, seen: int) -> pb.ClientMessage:
             ),
         )
     if isinstance(item, Step):
-        return pb.ClientMessage(id=message_id, step=_encode_step(item, seen))
+        return pb.ClientMessage(id=message_id, step=_encode_step(item))
     if isinstance(item, Prefetch):
         prefetch = pb.Prefetch(
             namespace=item.namespace,
@@ -238,14 +242,14 @@ def _encode(message_id: int, item: Item, seen: int) -> pb.ClientMessage:
     return pb.ClientMessage(id=message_id, cancel=pb.Cancel(lease=item.lease))
 
 
-def _encode_step(step: Step, seen: int) -> pb.Step:
+def _encode_step(step: Step) -> pb.Step:
     return pb.Step(
         seals=step.seals.tobytes(),
         loads=step.loads.tobytes(),
         stores=step.stores.tobytes(),
         released_hbm=step.released_hbm.astype("<u4", copy=False).tobytes(),
         released_dram=step.released_dram.astype("<u4", copy=False).tobytes(),
-        seen=seen,
+        seen=step.seen,
         want_slots=step.want_slots,
         want_room=step.want_room,
     )

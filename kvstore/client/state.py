@@ -235,7 +235,7 @@ class SessionState:
         """Waits for the next message of this stream; None when the stream is no longer the current one."""
         with self.lock:
             while self._stream == stream:
-                message = self._outbox.next(time.monotonic(), self._seen)
+                message = self._outbox.next(time.monotonic())
                 if message is not None:
                     self.sent_messages += 1
                     return message
@@ -433,6 +433,7 @@ class SessionState:
             return None
         self._asked = wants
         return Step(
+            seen=self._seen,
             seals=seals,
             loads=loads,
             stores=stores,
