@@ -28,7 +28,7 @@ _NO_SLOTS: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 
 @dataclass(slots=True)
 class Step:
-    """One step as it was sent. `seen` belongs to the releases: the newest message that was read when they were chosen."""
+    """One step as it was sent. `seen` is the newest message that had been read when its releases were chosen."""
 
     seen: int
     seals: NDArray[np.void]

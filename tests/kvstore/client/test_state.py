@@ -264,7 +264,7 @@ def test_a_release_sent_again_spares_what_was_granted_in_between() -> None:
 
 
 def test_a_release_sent_again_spares_what_the_new_stream_grants_before_it() -> None:
-    """A repeated release left with the `seen` of the moment: it took a slot away that was granted just before it left."""
+    """A repeated release left with the `seen` of the moment: it took away what was granted just before."""
     rig = Rig()
     rig.acquire(1, lease=1)
     rig.grant(rig.sent(), u32(3))
