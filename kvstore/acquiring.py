@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.evicting import Evictor
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, U64, Grant, Outcome
-from kvstore.moving import Moving
+from kvstore.promoting import Promoting
 from kvstore.sessions import Session
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import distinct
@@ -65,12 +65,12 @@ class _Draft:
 class Acquiring:
     """Answers acquires."""
 
-    __slots__ = ("_evictor", "_moving", "_state")
+    __slots__ = ("_evictor", "_promoting", "_state")
 
-    def __init__(self, state: StoreState, evictor: Evictor, moving: Moving) -> None:
+    def __init__(self, state: StoreState, evictor: Evictor, promoting: Promoting) -> None:
         self._state = state
         self._evictor = evictor
-        self._moving = moving
+        self._promoting = promoting
 
     def acquire(self, request: Request, rows: U32) -> Grant:
         """The grant for a request whose blocks have these rows ([n], NONE where there is none)."""
@@ -236,16 +236,16 @@ class Acquiring:
         promoting = state.dram.filling(dram) & ~pending
         ready |= state.dram.sealed(dram)
         ready &= ~pending  # somebody is loading it: wait for that one copy
-        below = self._moving.promotable(rows) & ~pending & ~ready
+        below = self._promoting.promotable(rows) & ~pending & ~ready
         below &= self._of_size(Tier.NVME, state.columns.nvme[rows], below, session)
         usable = pending | promoting | ready | below
         run = len(usable) if usable.all() else int(usable.argmin())
         if not run or ready[0]:  # readable, but not by this session: another size
             return False
         pending, promoting, below = pending[:run], promoting[:run], below[:run]
-        self._moving.demand(rows[:run][promoting])
+        self._promoting.demand(rows[:run][promoting])
         wanted = np.flatnonzero(below)
-        started = self._moving.promote(session.dram_key, rows[wanted])
+        started = self._promoting.promote(session.dram_key, rows[wanted])
         promoting[wanted[:started]] = True
         if started < len(wanted):
             pending[wanted[started] :] = False

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstore.layout import NONE
 from kvstore.moves import U64
-from kvstore.moving import Moving
+from kvstore.promoting import Promoting
 from kvstore.sessions import Prefetched, Session
 from kvstore.state import StoreState
 
@@ -16,11 +16,11 @@ __all__ = ["Prefetching"]
 class Prefetching:
     """What leases have had promoted ahead."""
 
-    __slots__ = ("_moving", "_state")
+    __slots__ = ("_promoting", "_state")
 
-    def __init__(self, state: StoreState, moving: Moving) -> None:
+    def __init__(self, state: StoreState, promoting: Promoting) -> None:
         self._state = state
-        self._moving = moving
+        self._promoting = promoting
 
     def prefetch(self, session: Session, namespace: int, lease: int, hashes: U64, deadline_ms: int) -> None:
         """Queues promotions of the leading known run, as far as free slots allow. `deadline_ms` is a time; 0: none."""
@@ -32,12 +32,12 @@ class Prefetching:
         if not len(rows):
             return
         state.table.touch(rows, state.now_ms)
-        below = self._moving.promotable(rows)
+        below = self._promoting.promotable(rows)
         if session.device is not None:
             below &= ~state.hbm.sealed(state.columns.hbm[session.device, rows])
         sizes = state.nvme.slot_bytes(np.where(below, state.columns.nvme[rows], np.uint32(0)))
         below &= sizes == np.uint64(session.slot_bytes)
-        slots = self._moving.prefetch(session.dram_key, rows[below], deadline_ms)
+        slots = self._promoting.prefetch(session.dram_key, rows[below], deadline_ms)
         if not len(slots):
             return
         while len(session.prefetches) >= state.limits.max_waiting_leases:
@@ -54,7 +54,7 @@ class Prefetching:
         taken = session.prefetches.pop(lease, None)
         if taken is not None:
             same = self._state.dram.state[taken.slots] == taken.words
-            self._moving.cancel_queued(taken.slots[same])
+            self._promoting.cancel_queued(taken.slots[same])
 
     def forget_session(self, session: Session) -> None:
         """All of a session's."""

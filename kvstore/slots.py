@@ -168,6 +168,11 @@ class SlotPool:
         """Changes the state of slots that stay in use; the generation stays."""
         self.state[slots] = (self.state[slots] & ~_STATE_BITS) | np.uint64(state)
 
+    def quarantine(self, slots: U32) -> None:
+        """Slots whose medium failed are never given out again."""
+        self.set_state(slots, SlotState.QUARANTINED)
+        self.row[slots] = NONE
+
     def free(self, slots: U32) -> None:
         """Slots come back under the next generation. Nobody holds them, or the holder has just let go."""
         if not len(slots):

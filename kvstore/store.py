@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import EvictionPolicy
-from kvstore import clearing, integrity, reporting
+from kvstore import clearing, integrity, reporting, resizing
 from kvstore.acquiring import Acquiring, Request
 from kvstore.attaching import Attaching
 from kvstore.crediting import Crediting
@@ -85,11 +85,11 @@ class Store:
         self._state = state
         self._evictor = Evictor(state)
         self._moving = Moving(state, self._evictor)
-        self._acquiring = Acquiring(state, self._evictor, self._moving)
+        self._acquiring = Acquiring(state, self._evictor, self._moving.promoting)
         self._sealing = Sealing(state)
         self._crediting = Crediting(state, self._evictor)
         self._pins = Pins(state)
-        self._prefetching = Prefetching(state, self._moving)
+        self._prefetching = Prefetching(state, self._moving.promoting)
         self._attaching = Attaching(state, self._prefetching)
         for tier in Tier:
             for extent in state.extents.of(tier, None, ExtentState.READY):
@@ -135,7 +135,7 @@ class Store:
         columns = open_columns(memory, read_shape(memory))
         reconcile(columns, fault)
         store = cls(StoreState(columns, limits, policy, fault))
-        store._moving.all_down()
+        store._moving.promoting.all_down()
         for extent in store._state.extents.of(Tier.NVME):
             base, size = store._state.extents.range(extent)
             store._state.nvme_changed[base : base + size] = True  # the durable index may be behind
@@ -152,29 +152,15 @@ class Store:
 
         `extent` asks for that very position in the table. Raises: InvalidArgument, ResourceExhausted.
         """
-        state = self._state
-        if tier is Tier.HBM and not slot_bytes:
-            raise InvalidArgument("an HBM extent has a slot size")
-        added = state.extents.add(tier, device, nbytes, extent)
-        if slot_bytes:
-            try:
-                state.extents.check_class(added, slot_bytes)
-                if state.extents.assign(added, slot_bytes) is None:
-                    raise ResourceExhausted(f"the tables have no slots left in tier {tier.name.lower()}")
-                if tier is Tier.HBM and state.extents.range(added)[1] * slot_bytes != nbytes:
-                    state.extents.unassign(added)
-                    raise ResourceExhausted("the tables have too few hbm slots left for this extent")
-            except (InvalidArgument, FailedPrecondition, ResourceExhausted):
-                state.extents.remove(added)
-                raise
-            state.pool(tier).open_extent(added)
-        for owner in state.pool(tier).classes.values():
-            owner.exhausted = False
-        return added
+        return resizing.add_extent(self._state, tier, device, nbytes, slot_bytes, extent)
 
     def drop_extent(self, extent: int) -> None:
-        """The memory of an extent is gone, with all blocks in it. See clearing.drop_extent."""
-        clearing.drop_extent(self._state, extent)
+        """The memory of an extent is gone, with all blocks in it. See resizing.drop_extent.
+
+        Raises: FailedPrecondition while a mover is at work in it, too.
+        """
+        self._moving.leave_extent(extent)
+        resizing.drop_extent(self._state, extent)
 
     def extents(self, tier: Tier) -> list[ExtentInfo]:
         """Extents of a tier."""
@@ -426,13 +412,11 @@ class Store:
 
     def flush(self) -> FlushMark:
         """Queues every block that is in DRAM and not in storage; `unwritten` tells how many are still to come."""
-        rows = self._moving.unwritten()
-        self._moving.queue_writes(rows)
-        return FlushMark(rows=rows, words=self._state.words(rows))
+        return self._moving.flush()
 
     def unwritten(self, mark: FlushMark) -> int:
         """Blocks of a flush that storage does not have, lost ones included; queues again what was dropped."""
-        return self._moving.unwritten_of(mark)
+        return self._moving.left_of(mark)
 
     def tick(self, now_ms: int) -> None:
         """The background's turn: pins that end, a reserve of free slots in each class, extents that change class."""

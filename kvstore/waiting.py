@@ -108,11 +108,6 @@ class Waits:
             slots -= self._waits[session, lease].slots
             self._tell(session, lease)
 
-    def slots_gone(self, key: ClassKey) -> None:
-        """No slot of this class will ever come: tells all who wait for one."""
-        for session, lease in list(self._by_class.get(key, ())):
-            self._tell(session, lease)
-
     def cancel(self, session: int, lease: int) -> None:
         """The lease waits no more and is not told."""
         wait = self._waits.pop((session, lease), None)

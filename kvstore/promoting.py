@@ -1,0 +1,224 @@
+"""Promotions: blocks that only storage has, on their way into DRAM.
+
+A promotion is a state of the DRAM slot: FILLING, linked to its row and held by the mover's bit from the moment it is
+queued, so that one read serves all who wait. Owns the queues of each path.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.evicting import Evictor
+from kvstore.layout import MAX_MOVERS, NONE, SlotState, Tier
+from kvstore.moves import U8, U32, MissCause
+from kvstore.slots import ClassKey
+from kvstore.state import NO_SLOTS, StoreState, mover_bit
+
+__all__ = ["Promoting"]
+
+_NEVER_MS = 1 << 62
+_PREFETCHED, _DEMANDED, _MOVING = 1, 2, 3
+
+
+@dataclass(slots=True)
+class _Path:
+    """Queues of one path. Entries are checked when they are taken: a slot that is no longer wanted is passed over."""
+
+    up: bool = True
+    demanded: deque[U32] = field(default_factory=deque)
+    prefetched: list[tuple[int, int, U32]] = field(default_factory=list)
+    """Heap by (deadline, order of arrival)."""
+
+
+class Promoting:
+    """Reads, from the wish to the outcome."""
+
+    __slots__ = ("_evictor", "_order", "_paths", "_progress", "_state", "queued")
+
+    def __init__(self, state: StoreState, evictor: Evictor) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._paths = [_Path() for _ in range(min(state.limits.paths, MAX_MOVERS))]
+        self._order = 0
+        self._progress: U8 = np.zeros(len(state.dram), dtype=np.uint8)  # of each DRAM slot
+        self.queued = 0
+        """Promotions that no mover has yet."""
+
+    # -- paths
+
+    def set_up(self, path: int) -> None:
+        """The path has a mover."""
+        self._paths[path].up = True
+
+    def set_down(self, path: int) -> None:
+        """The path has none: what only it has is a miss until there is one."""
+        self._paths[path] = _Path(up=False)
+
+    def all_down(self) -> None:
+        """After a restart: a path is used again once its mover asks for moves."""
+        for number in range(len(self._paths)):
+            self.set_down(number)
+
+    @property
+    def can_write(self) -> bool:
+        """Whether there is a live path with memory."""
+        extents = self._state.extents
+        return any(path.up and extents.of(Tier.NVME, number) for number, path in enumerate(self._paths))
+
+    # -- in
+
+    def promotable(self, rows: U32) -> NDArray[np.bool_]:
+        """[n] SEALED rows that storage on a live path has and DRAM has not."""
+        columns = self._state.columns
+        nvme = columns.nvme[rows]
+        found: NDArray[np.bool_] = (nvme != NONE) & (columns.dram[rows] == NONE)
+        if found.any():
+            up = np.zeros(256, dtype=np.bool_)
+            up[: len(self._paths)] = [path.up for path in self._paths]
+            found[found] = up[self._state.nvme.devices(nvme[found])]
+        return found
+
+    def promote(self, key: ClassKey, rows: U32) -> int:
+        """Queues promotions for a run of rows, evicting where needed; returns how many of the leading ones."""
+        count = min(len(rows), self._state.limits.max_reads - self.queued)
+        if count <= 0:
+            return 0
+        owner = self._evictor.make_room(Tier.DRAM, key, count)
+        # A chain longer than the tier must not chase itself through it.
+        count = min(count, len(owner.free), max(1, owner.slots // 2))
+        self._start(key, rows[:count], None)
+        return count
+
+    def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int) -> U32:
+        """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""
+        owner = self._state.dram.class_of(key)
+        if not owner.slots:
+            owner = self._evictor.make_room(Tier.DRAM, key, 1)  # an extent that no class has, if there is one
+        spare = len(owner.free) - self._evictor.reserve_of(owner)
+        count = min(len(rows), spare, self._state.limits.max_reads - self.queued)
+        return self._start(key, rows[:count], deadline_ms or _NEVER_MS) if count > 0 else NO_SLOTS
+
+    def demand(self, rows: U32) -> None:
+        """Prefetched rows are wanted now: they go before what is only prefetched."""
+        slots = self._state.columns.dram[rows]
+        slots = slots[slots != NONE]
+        slots = slots[self._progress[slots] == _PREFETCHED]
+        self._progress[slots] = _DEMANDED
+        self._enqueue(slots, None)
+
+    def _start(self, key: ClassKey, rows: U32, deadline_ms: int | None) -> U32:
+        state = self._state
+        paths = state.nvme.devices(state.columns.nvme[rows])
+        started: list[U32] = []
+        for path in np.unique(paths).tolist():
+            of_path = rows[paths == path]
+            slots = state.dram.allocate(state.dram.class_of(key), len(of_path), mover_bit(path))
+            state.link(Tier.DRAM, of_path, slots, 0)
+            self._progress[slots] = _DEMANDED if deadline_ms is None else _PREFETCHED
+            self.queued += len(slots)
+            self._enqueue(slots, deadline_ms)
+            started.append(slots)
+        return np.concatenate(started) if started else NO_SLOTS
+
+    def _enqueue(self, slots: U32, deadline_ms: int | None) -> None:
+        if not len(slots):
+            return
+        state = self._state
+        paths = state.nvme.devices(state.columns.nvme[state.dram.row[slots]])
+        for number in np.unique(paths).tolist():
+            path = self._paths[number]
+            if deadline_ms is None:
+                path.demanded.append(slots[paths == number])
+            else:
+                self._order += 1
+                heapq.heappush(path.prefetched, (deadline_ms, self._order, slots[paths == number]))
+
+    def cancel_queued(self, slots: U32) -> None:
+        """Prefetches that no mover has yet and nobody waits for are undone."""
+        state = self._state
+        slots = slots[self._progress[slots] == _PREFETCHED]
+        self.undo(slots[state.waits.waited[state.dram.row[slots]] == 0])
+
+    def undo(self, slots: U32) -> None:
+        """FILLING DRAM slots that are to be read into, or were: no mover touches them any more."""
+        progress = self._progress[slots]
+        self.queued -= int(np.count_nonzero((progress == _PREFETCHED) | (progress == _DEMANDED)))
+        self._progress[slots] = 0
+        self._state.unlink_promotions(slots)
+        self._state.dram.free(slots)
+
+    # -- out
+
+    def take(self, number: int, limit: int) -> U32:
+        """DRAM slots to read into, at most `limit`: those that somebody waits for, then prefetches by deadline."""
+        path = self._paths[number]
+        taken: list[U32] = []
+        count = 0
+        while count < limit and (path.demanded or path.prefetched):
+            deadline_ms = None
+            if path.demanded:
+                slots = path.demanded.popleft()
+            else:
+                deadline_ms, _, slots = heapq.heappop(path.prefetched)
+            slots = slots[self._progress[slots] == (_DEMANDED if deadline_ms is None else _PREFETCHED)]
+            if len(slots) > limit - count:
+                rest, slots = slots[limit - count :], slots[: limit - count]
+                if deadline_ms is None:
+                    path.demanded.appendleft(rest)
+                else:
+                    heapq.heappush(path.prefetched, (deadline_ms, 0, rest))
+            self._progress[slots] = _MOVING
+            self.queued -= len(slots)
+            taken.append(slots)
+            count += len(slots)
+        return np.concatenate(taken) if taken else NO_SLOTS
+
+    # -- outcomes: flights of kind READ, all of one path
+
+    def succeeded(self, path: int, flights: NDArray[np.void]) -> None:
+        """The bytes are in DRAM, and are what was written."""
+        state, slots = self._state, flights["dram"]
+        self._progress[slots] = 0
+        state.fault("read.done")
+        state.dram.set_state(slots, SlotState.SEALED)
+        state.fault("read.sealed")
+        state.dram.unhold(slots, mover_bit(path))
+        state.counters["promotions"] += len(slots)
+        state.waits.resolved(flights["row"])
+
+    def corrupt(self, flights: NDArray[np.void]) -> None:
+        """The bytes are not what was written: the block is gone from storage."""
+        state = self._state
+        state.counters["checksum_failures"] += len(flights)
+        self.undo(flights["dram"])
+        state.drop_copies(Tier.NVME, self._still_there(flights), MissCause.CORRUPT)
+
+    def failed(self, flights: NDArray[np.void]) -> None:
+        """Storage does not give the bytes: its slot is never used again, or whoever waits would ask for ever."""
+        state = self._state
+        self.undo(flights["dram"])
+        nvme = self._still_there(flights)
+        rows = state.nvme.row[nvme]
+        state.columns.nvme[rows] = NONE
+        state.nvme_changed[nvme] = True
+        last = rows[~state.table.has_copy(rows)]
+        state.ghosts.note(state.columns.hash[last], MissCause.CORRUPT)
+        state.table.free(last)
+        state.nvme.quarantine(nvme)
+        state.waits.resolved(rows)
+
+    def cancelled(self, flights: NDArray[np.void]) -> None:
+        """Nobody will read them; the blocks stay where they are."""
+        self.undo(flights["dram"])
+
+    def _still_there(self, flights: NDArray[np.void]) -> U32:
+        """NVMe slots that still hold the blocks of these flights."""
+        state, nvme = self._state, flights["nvme"]
+        there = state.nvme.sealed(nvme) & (state.nvme.generations(nvme) == flights["nvme_generation"])
+        found: U32 = nvme[there & (state.nvme.row[nvme] == flights["row"])]
+        return found
