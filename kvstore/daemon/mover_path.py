@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config import Durability
+from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
-from kvstore.daemon.nvme import IndexBatch, OpenPath, SlabTable, commit, index_batch
+from kvstore.daemon.nvme import OpenPath, SlabTable
 from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
@@ -33,14 +33,12 @@ from kvstore.wire import mover as wire
 __all__ = ["MoverPath"]
 
 _LOG = Log("mover")
-_COMMIT_INTERVAL_S = 0.02
 _STALL_WARN_S = 10.0
 _STALL_KILL_S = 60.0
 _FIRST_DELAY_S = 0.1
 _LAST_DELAY_S = 5.0
 _STEADY_S = 10.0
 _REAP_S = 0.5
-_MAX_BATCHES = 256
 
 
 @dataclass(slots=True)
@@ -82,12 +80,7 @@ class MoverPath:
         self._flushing: dict[int, asyncio.Future[None]] = {}
         """Syncs that a flush waits for, by id."""
         self._syncing: _Written | None = None
-        self._dropped_slabs: list[int] = []
-        self._batches: deque[IndexBatch] = deque(maxlen=_MAX_BATCHES)
-        """Not committed yet. Beyond the bound the oldest are given up: their blocks are misses after a restart."""
-        self._commit_task: asyncio.Task[None] | None = None
-        self._commit_due = True
-        """The index may be behind the store: always so at a start, where a kill may have come before a commit."""
+        self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
         self._ended = asyncio.Event()
 
     # ------------------------------------------------------------ the process
@@ -136,9 +129,9 @@ class MoverPath:
         return self._link
 
     @property
-    def pid(self) -> int:
-        """Process id of the mover; 0 while there is none."""
-        return 0 if self._link is None else self._link.pid
+    def in_service(self) -> bool:
+        """Whether there is a mover that takes work."""
+        return self._link is not None and not self._link.ended
 
     async def _until_ended(self) -> None:
         """Returns when the mover is dying; watches for a disk that hangs."""
@@ -209,9 +202,7 @@ class MoverPath:
             loop.remove_writer(self._link.fileno())
             self._link.stop()
             self._link = None
-        if self._commit_task is not None:
-            await asyncio.shield(self._commit_task)
-        await asyncio.to_thread(self.opened.close)
+        await self.index.close()
 
     # ------------------------------------------------------------ work out
 
@@ -225,7 +216,7 @@ class MoverPath:
         """Sends as many moves as the mover has room for; commits what is due."""
         link = self._link
         if link is None or link.ended:
-            self._start_commit()
+            self.index.start()
             return
         while link.room:
             moves = self._waiting_moves
@@ -255,7 +246,7 @@ class MoverPath:
             number = self._slabs.number(extent)
             if number and self._slabs.slot_bytes(extent) != slot_bytes:
                 # The store cuts an extent anew only when none of its slots is in use, so no move names the old slab.
-                self._dropped_slabs.append(number)
+                self.index.drop_slab(number)
                 self._send_slab(link, extent, number, self._slabs.slot_bytes(extent))
                 link.send_drop(Tier.NVME, extent)
                 self._known_slabs.discard(extent)
@@ -334,7 +325,7 @@ class MoverPath:
             self._owner.store.moves_done(
                 now_ms=self._owner.now_ms(), path=self.number, ids=ids, statuses=statuses
             )
-            self._commit_due = True
+            self.index.due()
             self._owner.settle_soon()
 
     def _take_synced(self, synced: wire.Synced) -> None:
@@ -363,22 +354,7 @@ class MoverPath:
             self._syncing, self._written = self._written, _Written([], [])
             self._sync_id += 1
             link.send_sync(self._sync_id)
-        self._start_commit()
-
-    def commit_soon(self) -> None:
-        """Slots may have been freed (evicted, cleared) without any move: the index learns it now and then."""
-        self._commit_due = True
-        self._start_commit()
-
-    def _start_commit(self) -> asyncio.Task[None] | None:
-        """The commit under way, or a new one where one is due; None where there is nothing to commit."""
-        if self._commit_task is not None and not self._commit_task.done():
-            return self._commit_task
-        self._commit_task = None
-        if self._commit_due:
-            self._commit_task = asyncio.get_running_loop().create_task(self._commit())
-            self._commit_task.add_done_callback(lambda _: self._owner.settle_soon())
-        return self._commit_task
+        self.index.start()
 
     async def make_durable(self) -> None:
         """Returns when everything that the store counts as written would survive a power cut.
@@ -395,36 +371,6 @@ class MoverPath:
             link.send_sync(self._sync_id)
             self._update_writer()
             await done
-        while (task := self._start_commit()) is not None:
-            await asyncio.shield(task)
-        if self._batches:
-            raise KvstoreError(f"the index of {self.opened.directory.path} is behind")
+        await self.index.catch_up()
         if self._owner.config.durability is not Durability.COMMIT:
-            await asyncio.to_thread(self.opened.index.flush)
-
-    async def _commit(self) -> None:
-        """Group commit in a thread: what the store says has changed, then a pause so that more can gather.
-
-        A batch that fails is tried again before later ones, so the index is behind and never out of order.
-        """
-        topic = f"index-{self.number}"
-        try:
-            self._commit_due = False
-            changes = self._owner.store.take_nvme_changes(self.number)
-            dropped, self._dropped_slabs = self._dropped_slabs, []
-            batch = index_batch(changes, dropped, self._columns, self._slabs)
-            if batch:
-                self._batches.append(batch)
-            while self._batches:
-                await asyncio.to_thread(commit, self.opened, self._batches[0])
-                self._batches.popleft()
-                self._owner.counters.add("nvme_commits_total")
-            self._owner.warnings.pop(topic, None)
-        except KvstoreError as error:
-            if self._owner.warnings.get(topic) != str(error):
-                _LOG.warning("commit failed", path=self.number, error=error)
-            self._owner.warnings[topic] = str(error)
-        except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
-            self._owner.counters.add("internal_errors_total")
-            _LOG.fault("commit failed", path=self.number)
-        await asyncio.sleep(_COMMIT_INTERVAL_S)
+            await self.index.flush()

@@ -180,7 +180,8 @@ class Movers:
     def commit_soon(self) -> None:
         """To be called now and then: what left the tier without a move is forgotten on disk too."""
         for path in self._paths.values():
-            path.commit_soon()
+            path.index.due()
+            path.index.start()
 
     async def flush(self, deadline_s: float) -> tuple[int, int]:
         """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline)."""
@@ -190,18 +191,21 @@ class Movers:
         until_s = loop.time() + deadline_s
         wanted = self._owner.store.flush()
         self._owner.settle_soon()
-        while loop.time() < until_s:
-            if not self._owner.store.unwritten(wanted):
-                break
+        while loop.time() < until_s and (self._owner.store.unwritten(wanted) or not self._all_open):
             self._owner.settle_soon()
             await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
         syncs = [asyncio.ensure_future(path.make_durable()) for path in self._paths.values()]
-        if syncs:
-            _, late = await asyncio.wait(syncs, timeout=max(0.0, until_s - loop.time()))
-            if late or any(sync.exception() is not None for sync in syncs if sync not in late):
-                return self._durable(), max(1, len(wanted))
+        done, late = await asyncio.wait(syncs, timeout=max(0.0, until_s - loop.time())) if syncs else ((), ())
         left = self._owner.store.unwritten(wanted)
+        if late or not self._all_open or any(sync.exception() is not None for sync in done):
+            left = max(1, left)  # which ones is not known: at least something is not certain
         return self._durable(), left
+
+    @property
+    def _all_open(self) -> bool:
+        """Whether every configured path is in service: else what its index says is not known."""
+        serving = sum(path.in_service for path in self._paths.values())
+        return serving == len(self._owner.config.nvme)
 
     def _durable(self) -> int:
         """Blocks that storage has."""

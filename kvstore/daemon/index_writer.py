@@ -1,0 +1,101 @@
+"""Group commits of one path's durable index: gathers what changed, writes it in a thread, tries again what failed.
+
+Owner loop only, with the exception of the commit itself. The index may be behind the store and is never out of order;
+being behind costs misses after a restart and nothing else, because every trailer is checked when its slot is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvstore.daemon.log import Log
+from kvstore.daemon.nvme import IndexBatch, OpenPath, SlabTable, commit, index_batch
+from kvstore.daemon.owner import Owner
+from kvstore.errors import KvstoreError
+from kvstore.layout import Columns
+
+__all__ = ["IndexWriter"]
+
+_LOG = Log("index")
+_INTERVAL_S = 0.02
+_MAX_BATCHES = 256
+
+
+class IndexWriter:
+    """The commits of one path."""
+
+    def __init__(
+        self, *, number: int, owner: Owner, columns: Columns, slabs: SlabTable, opened: OpenPath
+    ) -> None:
+        self._number = number
+        self._owner = owner
+        self._columns = columns
+        self._slabs = slabs
+        self._opened = opened
+        self._dropped_slabs: list[int] = []
+        self._batches: deque[IndexBatch] = deque(maxlen=_MAX_BATCHES)
+        """Not committed yet. Beyond the bound the oldest are given up."""
+        self._due = True  # a kill may have come before the last commit
+        self._task: asyncio.Task[None] | None = None
+
+    def drop_slab(self, number: int) -> None:
+        """The slab is deleted: nothing in it is to be found again."""
+        self._dropped_slabs.append(number)
+        self._due = True
+
+    def due(self) -> None:
+        """Something may have changed: the next `start` looks."""
+        self._due = True
+
+    def start(self) -> asyncio.Task[None] | None:
+        """The commit under way, or a new one where one is due; None where there is nothing to commit."""
+        if self._task is not None and not self._task.done():
+            return self._task
+        self._task = None
+        if self._due:
+            self._task = asyncio.get_running_loop().create_task(self._commit())
+            self._task.add_done_callback(lambda _: self._owner.settle_soon())
+        return self._task
+
+    async def catch_up(self) -> None:
+        """Returns when the index says what the store says now. Raises KvstoreError where it cannot."""
+        self._due = True
+        while (task := self.start()) is not None:
+            await asyncio.shield(task)
+        if self._batches:
+            raise KvstoreError(f"the index of {self._opened.directory.path} is behind")
+
+    async def flush(self) -> None:
+        """Forces what was committed to the medium. Raises KvstoreError."""
+        await asyncio.to_thread(self._opened.index.flush)
+
+    async def close(self) -> None:
+        """Ends after the commit under way."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        await asyncio.to_thread(self._opened.close)
+
+    async def _commit(self) -> None:
+        """One round, then a pause so that more can gather. A batch that fails is tried again before later ones."""
+        topic = f"index-{self._number}"
+        try:
+            self._due = False
+            changes = self._owner.store.take_nvme_changes(self._number)
+            dropped, self._dropped_slabs = self._dropped_slabs, []
+            batch = index_batch(changes, dropped, self._columns, self._slabs)
+            if batch:
+                self._batches.append(batch)
+            while self._batches:
+                await asyncio.to_thread(commit, self._opened, self._batches[0])
+                self._batches.popleft()
+                self._owner.counters.add("nvme_commits_total")
+            self._owner.warnings.pop(topic, None)
+        except KvstoreError as error:
+            if self._owner.warnings.get(topic) != str(error):
+                _LOG.warning("commit failed", path=self._number, error=error)
+            self._owner.warnings[topic] = str(error)
+        except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
+            self._owner.counters.add("internal_errors_total")
+            _LOG.fault("commit failed", path=self._number)
+        await asyncio.sleep(_INTERVAL_S)
