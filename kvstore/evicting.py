@@ -26,6 +26,8 @@ _ONLY_COPY_KEY = np.uint64(300_000 << 20)
 stale blocks that were never written down still go in the end."""
 _WINDOW_SLOTS = 1 << 17
 _SAMPLE_SLOTS = 4096
+_ROW_WINDOW = 1 << 16
+_ROWS_A_CALL = 2048
 _STATE_BITS = np.uint64(0xFF)
 _ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _NO_KEYS: U64 = np.empty(0, dtype=np.uint64)
@@ -82,26 +84,51 @@ class Evictor:
     def keep_rows(self) -> None:
         """The background's part for rows: where storage has more slots than the table has rows, the rows run out first.
 
-        Takes the least recently used of one window, wherever they are, so the cost does not grow with the table.
+        Takes what is least recently used of all by a sampled threshold, in whatever tiers it lies: window after window
+        from where the last call stopped, so many rows a call at most that none takes long.
         """
-        state = self._state
-        rows_in_all = state.columns.shape.max_rows
-        limits = state.limits
+        state, columns = self._state, self._state.columns
+        rows_in_all, limits = columns.shape.max_rows, state.limits
         wanted = min(max(limits.reserve_slots, int(rows_in_all * limits.reserve_fraction)), rows_in_all // 4)
-        missing = wanted - len(state.table.runs)
+        missing = min(wanted - len(state.table.runs), _ROWS_A_CALL)
         if missing <= 0:
             return
-        begin = self._row_hand if self._row_hand < rows_in_all else 0
-        self._row_hand = begin + _WINDOW_SLOTS
-        rows = np.arange(begin, min(self._row_hand, rows_in_all), dtype=np.uint32)
-        best = rows[state.policy.victims(state.columns.touch[rows], self._droppable(rows), missing)]
+        stride = max(1, rows_in_all // _SAMPLE_SLOTS)
+        sample = np.arange(self._row_hand % stride, rows_in_all, stride, dtype=np.uint32)
+        keys = columns.touch[sample[state.table.sealed(sample)]]
+        rank = -(-4 * missing // stride)
+        threshold = np.partition(keys, rank)[rank] if rank < len(keys) else _ANY
+        found = 0
+        for _ in range(-(-rows_in_all // _ROW_WINDOW)):
+            found += self._drop_rows_below(threshold, missing - found)
+            if found >= missing:
+                return
+        if not found:  # what is old is all held or pinned
+            self._drop_rows_below(_ANY, missing)
+
+    def _drop_rows_below(self, threshold: np.uint64, count: int) -> int:
+        """Up to `count` droppable blocks of the next window with touch keys up to `threshold` go; how many did."""
+        columns = self._state.columns
+        begin = self._row_hand if self._row_hand < len(columns.touch) else 0
+        self._row_hand = begin + _ROW_WINDOW
+        rows = np.flatnonzero(columns.touch[begin : self._row_hand] <= threshold).astype(
+            np.uint32
+        ) + np.uint32(begin)
+        best = rows[self._state.policy.victims(columns.touch[rows], self._droppable(rows), count)]
+        if len(best):
+            self._drop_rows(best)
+        return len(best)
+
+    def _drop_rows(self, rows: U32) -> None:
+        """These blocks lose all their copies."""
+        state = self._state
         for tier in reversed(Tier):
             for device in self._devices(tier):
-                slots = state.table.slots(tier, best, device)
+                slots = state.table.slots(tier, rows, device)
                 slots = slots[slots != NONE]
                 if len(slots):
                     state.drop_copies(tier, slots, MissCause.EVICTED)
-        state.counters["evictions_rows"] += len(best)
+        state.counters["evictions_rows"] += len(rows)
 
     def _droppable(self, rows: U32) -> NDArray[np.bool_]:
         """[n] whether each row is a block all of whose copies may be victims now."""
@@ -216,12 +243,13 @@ class Evictor:
     def _threshold(
         self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
     ) -> np.uint64:
-        """Key below which about twice `count` blocks of the class may go; `_ANY` where that is most."""
+        """Key below which twice `count` blocks, or a sixteenth of the class, may go; `_ANY` where that is most."""
         stride = max(1, owner.slots // _SAMPLE_SLOTS)
         offset = self._hand[pool.tier, owner.key] % stride
         sample = np.concatenate([np.arange(b + offset, b + n, stride, dtype=np.uint32) for b, n in ranges])
         sample = sample[self.evictable(pool, sample)]
-        rank = -(-2 * count // stride)
+        # The oldest sixteenth at least, so that a window or two are enough.
+        rank = max(-(-2 * count // stride), len(sample) // 16)
         if rank >= len(sample) // 2:
             return _ANY
         keys = self._keys(pool, sample)
