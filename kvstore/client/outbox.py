@@ -147,19 +147,17 @@ class Outbox:
 
     def rewind(self, held_hbm: NDArray[np.bool_], held_dram: NDArray[np.bool_]) -> None:
         """A new stream begins: everything unanswered is to be sent again, before what is queued."""
-        again: list[Item] = []
-        for _, item in self._sent:
+        self._queue.extendleft(item for _, item in reversed(self._sent))
+        self._sent.clear()
+        self._unanswered_steps = 0
+        self._next_id = 1
+        for item in self._queue:  # also those that an earlier, shorter stream was to send again
             if isinstance(item, Step):
                 item.seen = (
                     0  # of the new stream: whatever is granted on it before this arrives is not released
                 )
                 item.released_hbm = item.released_hbm[~held_hbm[item.released_hbm]]
                 item.released_dram = item.released_dram[~held_dram[item.released_dram]]
-            again.append(item)
-        self._sent.clear()
-        self._unanswered_steps = 0
-        self._queue.extendleft(reversed(again))
-        self._next_id = 1
 
     def forget(self) -> list[Item]:
         """The session is gone: takes everything out, sent or not, and returns it."""
@@ -173,8 +171,8 @@ class Outbox:
         return items
 
     def unanswered_releases(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """HBM and DRAM slots that unanswered steps have released: a statement names them, so that their seals count."""
-        steps = [item for _, item in self._sent if isinstance(item, Step)]
+        """HBM and DRAM slots that unanswered steps have released: a statement names them, so their copies count."""
+        steps = [item for item in (*(item for _, item in self._sent), *self._queue) if isinstance(item, Step)]
         if not steps:
             return _NO_SLOTS, _NO_SLOTS
         return (

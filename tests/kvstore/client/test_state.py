@@ -281,6 +281,22 @@ def test_a_release_sent_again_spares_what_the_new_stream_grants_before_it() -> N
     assert rig.sent().step.seen > 0
 
 
+def test_a_release_that_waits_through_two_resumes_spares_what_was_granted_in_between() -> None:
+    """The second resume looked at what was sent alone: a release still queued from the first took a new grant away."""
+    rig = Rig()
+    rig.acquire(1, lease=1)
+    rig.grant(rig.sent(), u32(3))
+    rig.step(dropped=u32(3))
+    rig.sent()
+    rig.reconnect()  # the release is queued again, and this stream does not live to send it
+    rig.answer(slots=pb.Slots(hbm_slots=u32(3).tobytes(), hbm_generations=u32(2).tobytes()))
+    rig.state.close_stream()
+    assert rig.state.statement().hbm.generations.tolist() == [2]
+    rig.stream = rig.state.open_stream()
+    assert not rig.sent().step.released_hbm
+    assert rig.state.hbm.held[3]
+
+
 def test_a_stream_that_is_gone_takes_nothing() -> None:
     rig = Rig()
     old = rig.stream
