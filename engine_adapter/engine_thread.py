@@ -1,8 +1,8 @@
 """The thread that owns an engine: takes jobs from a bounded inbox, steps the engine, hands its outputs on.
 
-Any thread may `submit`, `cancel`, `stop` and `join`; `deliver`, `refuse` and `ended` are called on the engine's thread and must
-not block. While nobody asks for anything the engine is still stepped, ever more rarely, so that copies of blocks that
-were under way when the last answer ended are reported.
+Any thread may `submit`, `cancel`, `stop` and `join`; `deliver`, `refuse` and `ended` are called on the engine's thread
+and must not block. While nobody asks for anything the engine is still stepped, ever more rarely, so that copies of
+blocks that were under way when the last answer ended are reported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineThread:
         ended: Callable[[BaseException | None], None],
         max_inbox: int = 1024,
     ) -> None:
-        """`refuse` tells of a job that the engine does not take, `ended` of the thread's end and its cause if it broke."""
+        """`refuse` tells of a job that the engine does not take, `ended` of the thread's end and why if it broke."""
         self._engine = engine
         self._deliver = deliver
         self._refuse = refuse

@@ -13,11 +13,9 @@ import contextlib
 import logging
 import signal
 import socket
-import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine_adapter.base import RequestId
 from engine_adapter.engine.engine import Engine, Output
@@ -34,15 +32,13 @@ from engine_adapter.jsonl import (
 )
 from engine_adapter.requests import Answer, sampling_params, tokenize
 from kvstore.errors import (
-    AlreadyExists,
     InvalidArgument,
     KvstoreError,
-    NotFound,
     ResourceExhausted,
     Unavailable,
 )
 
-__all__ = ["WorkerLimits", "bind_socket", "serve"]
+__all__ = ["WorkerLimits", "serve"]
 
 _LAST_STEP_S = 10.0
 
@@ -67,42 +63,6 @@ class _Live:
     name: str
     stream: bool
     answer: Answer
-
-
-def bind_socket(path: Path) -> socket.socket:
-    """A listening socket at `path` that only this user may connect to. A socket that nobody serves is replaced.
-
-    Raises NotFound where the folder is missing, AlreadyExists where somebody listens, or the file is no socket.
-    """
-    if not path.parent.is_dir():
-        raise NotFound(f"the folder {path.parent} for the worker's socket does not exist")
-    if path.exists() or path.is_symlink():
-        _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before listen
-        listener.listen(64)
-    except OSError as error:
-        listener.close()
-        raise InvalidArgument(f"cannot listen on {path}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise AlreadyExists(f"{path} exists and is no socket: remove it or choose another --listen")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as error:
-            raise AlreadyExists(f"{path} is in use ({error})") from error
-    raise AlreadyExists(f"a worker listens on {path} already: stop it or choose another --listen")
 
 
 def serve(

@@ -23,7 +23,7 @@ from kvstore.units import format_size
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["EngineOptions", "default_listen", "open_engine"]
+__all__ = ["EngineOptions", "default_listen", "open_engine", "share_the_cpu"]
 
 _MAX_SLUG_CHARACTERS = 32
 _KV_DTYPE = "float32"  # of the engine's KV on the CPU
@@ -45,6 +45,15 @@ def default_listen(config: Config) -> Path:
         return Path(config.worker.socket)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config.worker.model).stem)[:_MAX_SLUG_CHARACTERS] or "model"
     return Path(config.serve.socket).parent / f"worker-{name}.sock"
+
+
+def share_the_cpu() -> None:
+    """Lets torch's threads sleep while they wait for each other. Call before torch is imported.
+
+    They do so hundreds of times in a step. Spinning, their default, takes the CPU from whoever they wait for where it
+    is shared (with the store's copies, to begin with): three times the CPU time on two busy cores.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine
+from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
 from engine_adapter.cli.connection import WorkerConnection
 from engine_adapter.jsonl import GenerateRequest, Message, Result
 from kvstore.cli.settings import load_settings
@@ -126,6 +126,7 @@ def _find_store(config: Config, *, asked: bool) -> Path | None:
 
 def _in_process(options: EngineOptions, request: GenerateRequest) -> Iterator[str | Result]:
     """The same events as a worker's, from an engine in this process."""
+    share_the_cpu()
     with open_engine(options, tell=lambda _: None) as engine:
         from engine_adapter.requests import Answer, sampling_params, tokenize
 

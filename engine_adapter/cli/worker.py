@@ -15,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine
+from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
+from engine_adapter.listening import bind_socket
 from kvstore.cli.settings import load_settings
 from kvstore.units import format_duration
 
@@ -68,13 +69,13 @@ def worker(
         deterministic=deterministic,
         timeout_s=config.client.timeout_s,
     )
-    from engine_adapter.worker import WorkerLimits, bind_socket, serve
-
+    share_the_cpu()
     listener = bind_socket(
         path
     )  # first: what is wrong with it shows at once; who connects early waits in its queue
     try:
         with open_engine(options, tell=_log.info) as engine:
+            from engine_adapter.worker import WorkerLimits, serve
 
             def ready() -> None:
                 load_s = time.perf_counter() - started
