@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.layout import NONE, ExtentState, SlotState, Tier
+from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
 from kvstore.moves import U32, U64, MissCause
 from kvstore.slots import ClassKey, SlotClass, SlotPool
 from kvstore.state import NO_SLOTS, StoreState
@@ -26,6 +26,7 @@ _ONLY_COPY_KEY = np.uint64(300_000 << 20)
 stale blocks that were never written down still go in the end."""
 _WINDOW_SLOTS = 1 << 17
 _SAMPLE_SLOTS = 4096
+_TURN_SLOTS = 2048
 _ROW_WINDOW = 1 << 16
 _ROWS_A_CALL = 2048
 _STATE_BITS = np.uint64(0xFF)
@@ -73,7 +74,8 @@ class Evictor:
         """The background's part: some slots of the class are free before anybody asks."""
         owner = self._state.pool(tier).class_of(key)
         owner.exhausted = False
-        self.make_room(tier, key, self.reserve_of(owner))
+        # So many at a turn: a call that comes meanwhile does not wait for a whole reserve.
+        self.make_room(tier, key, min(self.reserve_of(owner), len(owner.free) + _TURN_SLOTS))
 
     def reserve_of(self, owner: SlotClass) -> int:
         """Slots that the background keeps free in a class."""
@@ -111,9 +113,11 @@ class Evictor:
         columns = self._state.columns
         begin = self._row_hand if self._row_hand < len(columns.touch) else 0
         self._row_hand = begin + _ROW_WINDOW
-        rows = np.flatnonzero(columns.touch[begin : self._row_hand] <= threshold).astype(
-            np.uint32
-        ) + np.uint32(begin)
+        old = columns.touch[begin : self._row_hand] <= threshold
+        old &= (columns.state[begin : self._row_hand] & _STATE_BITS) == np.uint64(State.SEALED)
+        rows = np.flatnonzero(old).astype(np.uint32) + np.uint32(begin)
+        if not len(rows):
+            return 0
         best = rows[self._state.policy.victims(columns.touch[rows], self._droppable(rows), count)]
         if len(best):
             self._drop_rows(best)

@@ -136,9 +136,9 @@ class SlotPool:
 
     def _is(self, slots: U32, wanted: SlotState) -> NDArray[np.bool_]:
         known = slots != NONE
-        if known.all():
-            return (self.state[slots] & _STATE_BITS) == np.uint64(wanted)
-        return known & ((self.state[np.where(known, slots, 0)] & _STATE_BITS) == np.uint64(wanted))
+        safe = slots if known.all() else np.where(known, slots, np.uint32(0))
+        same: NDArray[np.bool_] = (self.state[safe] & _STATE_BITS) == np.uint64(wanted)
+        return same if safe is slots else known & same
 
     # -- life of a slot
 

@@ -80,9 +80,9 @@ class BlockTable:
 
     def _is(self, rows: U32, wanted: State) -> NDArray[np.bool_]:
         known = rows != NONE
-        if known.all():
-            return (self.columns.state[rows] & _STATE_BITS) == np.uint64(wanted)
-        return known & ((self.columns.state[np.where(known, rows, 0)] & _STATE_BITS) == np.uint64(wanted))
+        safe = rows if known.all() else np.where(known, rows, np.uint32(0))
+        same: NDArray[np.bool_] = (self.columns.state[safe] & _STATE_BITS) == np.uint64(wanted)
+        return same if safe is rows else known & same
 
     def reserve(self, *, hashes: U64, namespaces: U32 | int, depths: U32, parents: U32, touches: U64) -> U32:
         """Makes FILLING rows for distinct hashes: [n] rows, NONE where table or index is full or a row has the hash.
