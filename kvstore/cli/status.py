@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,7 +19,7 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["status"]
 
-_BAR_WIDTH = 20
+_BAR_WIDTH = 12
 _TIER_FIELDS = (
     "capacity_bytes",
     "allocated_bytes",
@@ -87,18 +88,26 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
     return Group(*parts)
 
 
+def _table(title: str, left: Sequence[str], headers: Sequence[str]) -> Table:
+    """A table that fits 80 columns; the columns of `left` hold text, the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="left" if header in left else "right", overflow="fold")
+    return table
+
+
 def _tiers(stats: pb.StatsReply) -> Table:
-    table = Table(title="tiers", title_justify="left")
-    for name in ("tier", "capacity", "allocated", "used", "", "blocks", "filling", "held", "orphans", "free"):
-        table.add_column(name, justify="left" if name in ("tier", "") else "right")
+    table = _table(
+        "tiers",
+        ("tier", "memory", "in use"),
+        ("tier", "memory", "in use", "blocks", "filling", "held", "orphans", "free"),
+    )
     for tier in stats.tiers:
-        used = tier.slots - tier.free_slots
+        allocated, capacity = format_size(tier.allocated_bytes), format_size(tier.capacity_bytes)
         table.add_row(
             tier.tier,
-            format_size(tier.capacity_bytes),
-            format_size(tier.allocated_bytes),
-            f"{100 * used / tier.slots:.0f} %" if tier.slots else "-",
-            ProgressBar(total=max(1, tier.slots), completed=used, width=_BAR_WIDTH),
+            allocated if tier.allocated_bytes == tier.capacity_bytes else f"{allocated} of {capacity}",
+            ProgressBar(total=max(1, tier.slots), completed=tier.slots - tier.free_slots, width=_BAR_WIDTH),
             format_count(tier.sealed_slots),
             format_count(tier.filling_slots),
             format_count(tier.held_slots),
@@ -109,9 +118,11 @@ def _tiers(stats: pb.StatsReply) -> Table:
 
 
 def _sessions(stats: pb.StatsReply) -> Table:
-    table = Table(title="sessions", title_justify="left")
-    for name in ("id", "name", "state", "processes", "HBM held", "DRAM held", "age"):
-        table.add_column(name, justify="left" if name in ("name", "state") else "right")
+    table = _table(
+        "sessions",
+        ("name", "state"),
+        ("id", "name", "state", "processes", "HBM held", "DRAM held", "age"),
+    )
     for item in stats.sessions:
         table.add_row(
             str(item.session),
@@ -126,9 +137,7 @@ def _sessions(stats: pb.StatsReply) -> Table:
 
 
 def _counters(counters: Mapping[str, int]) -> Table:
-    table = Table(title="counters since this start", title_justify="left")
-    table.add_column("counter")
-    table.add_column("count", justify="right")
+    table = _table("counters since this start", ("counter",), ("counter", "count"))
     for name, value in counters.items():
         table.add_row(name, format_count(value))
     return table
