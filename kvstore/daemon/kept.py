@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,7 @@ __all__ = ["Kept"]
 _LOG = Log("kept")
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 5.0
+_SPARE = 128
 
 
 class Kept:
@@ -35,6 +37,8 @@ class Kept:
         self._keeper_pid = keeper_pid
         self._keeper: subprocess.Popen[bytes] | None = None
         self._on_restart = on_restart
+        # The keeper has the same limit as we and some descriptors of its own; beyond it, it would lose what it is sent.
+        self._most = min(MAX_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _SPARE)
 
     @property
     def keeper_pid(self) -> int:
@@ -51,10 +55,14 @@ class Kept:
 
         Raises ResourceExhausted beyond what the keeper holds, Unavailable when it does not confirm.
         """
-        if len(self._fds) + len(fds) > MAX_DESCRIPTORS:
-            raise ResourceExhausted(f"the keeper holds at most {MAX_DESCRIPTORS} descriptors")
+        if len(self._fds) + len(fds) > self._most:
+            raise ResourceExhausted(f"the keeper holds at most {self._most} descriptors: raise `ulimit -n`")
         self._fds.update(fds)
-        await self._notifier.store_all(fds)
+        try:
+            await self._notifier.store_all(fds)
+        except BaseException:
+            self.remove(fds)
+            raise
 
     def assume(self, fds: Mapping[str, int]) -> None:
         """Registers descriptors that the keeper gave us: it holds them already."""

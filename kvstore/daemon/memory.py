@@ -68,6 +68,7 @@ class Memory:
         self._kept = kept
         self._columns = columns
         self._fds: dict[ExtentId, int] = {}
+        self._dram_extents = 0
         self._lock = asyncio.Lock()
         self._orphan_since_s: dict[ExtentId, float] = {}
         self._on_extent: list[ExtentListener] = []
@@ -81,6 +82,7 @@ class Memory:
     def adopt(self, info: ExtentInfo, fd: int) -> None:
         """An extent that the keeper had, already in the tables; nobody is told."""
         self._fds[info.extent] = fd
+        self._dram_extents += info.tier is Tier.DRAM
 
     def extents(self, tier: Tier) -> list[tuple[ExtentInfo, int]]:
         """Extents of a tier with their descriptors, by slot position."""
@@ -99,13 +101,18 @@ class Memory:
                 name = descriptor_name(tier, int(free[0]))
                 await self._kept.add({name: fd})
                 fault("extent.stored")
-                extent = self._owner.store.add_extent(
-                    tier=tier, device=device, nbytes=nbytes, slot_bytes=slot_bytes, extent=int(free[0])
-                )
+                try:
+                    extent = self._owner.store.add_extent(
+                        tier=tier, device=device, nbytes=nbytes, slot_bytes=slot_bytes, extent=int(free[0])
+                    )
+                except KvstoreError:
+                    self._kept.remove([name])
+                    raise
         except BaseException:
             os.close(fd)
             raise
         self._fds[extent] = fd
+        self._dram_extents += tier is Tier.DRAM
         info = next(info for info in self._owner.store.extents(tier) if info.extent == extent)
         for listener in self._on_extent:
             listener(info, fd)
@@ -137,12 +144,12 @@ class Memory:
     async def grow_forever(self) -> None:
         """Adds DRAM extents until the tier has its size; slowly under load, again later where memory is short."""
         size, count = extent_plan(self._owner.config)
-        while len(self.extents(Tier.DRAM)) < count:
+        while self._dram_extents < count:
             before = self._owner.counters.values()["messages_total"]
             try:
                 await self.add_dram(size)
             except (OSError, KvstoreError) as error:
-                have = len(self.extents(Tier.DRAM)) * size
+                have = self._dram_extents * size
                 text = f"DRAM tier has {format_size(have)} of {format_size(count * size)}: {error}"
                 if self._owner.warnings.get(_DRAM_WARNING) != text:
                     _LOG.warning("dram extent failed", error=error)

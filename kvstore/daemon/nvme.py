@@ -22,7 +22,7 @@ from kvstore.config import NvmePath, ServeConfig
 from kvstore.daemon.log import Log
 from kvstore.errors import Corruption
 from kvstore.faults import fault
-from kvstore.layout import Columns
+from kvstore.layout import Columns, Tier
 from kvstore.moves import NvmeChanges
 from tiers.memfd import create_memfd
 from tiers.nvme.directory import NvmeDirectory, SlabPlan, check_room, default_map_bytes, plan
@@ -180,7 +180,7 @@ def index_batch(
     for name in ("generation", "depth", "touch", "hash", "parent", "ns_digest"):
         published[name] = changes.published[name]
     _place(published, changes.published["slot"], columns, slabs)
-    extents = columns.pools[2].extent[changes.published["slot"]]
+    extents = columns.pools[Tier.NVME].extent[changes.published["slot"]]
     published["length"] = columns.extent_slot_bytes[extents]
     freed = np.zeros(len(changes.freed), dtype=SLOT_REF)
     _place(freed, changes.freed, columns, slabs)
@@ -192,9 +192,12 @@ def index_batch(
 
 
 def _place(records: NDArray[np.void], slots: NDArray[np.uint32], columns: Columns, slabs: SlabTable) -> None:
-    extents = columns.pools[2].extent[slots]
-    records["slab"] = slabs.numbers(extents)
-    records["slot"] = slots - columns.extent_slot_base[extents]
+    """Where slots lie on disk; slab 0 for those whose extent is not cut any more: their slab is dropped whole."""
+    extents = columns.pools[Tier.NVME].extent[slots]
+    at = slots.astype(np.int64) - columns.extent_slot_base[extents]
+    inside = (at >= 0) & (at < columns.extent_slots[extents])
+    records["slab"] = np.where(inside, slabs.numbers(extents), 0)
+    records["slot"] = np.where(inside, at, 0)
 
 
 def commit(opened: OpenPath, batch: IndexBatch) -> None:

@@ -103,7 +103,9 @@ class Sessions:
             await self._kept.add(dict(zip(names, (pidfd, connection.fileno()), strict=True)))
             fault("hello.stored")
             if self._owner.sessions.get(session.id) is not session:
-                self._kept.remove(names)
+                # Its number may be another session's by now, with descriptors of these names.
+                if self._owner.sessions.get(session.id) is None:
+                    self._kept.remove(names)
                 raise FailedPrecondition("the session has ended meanwhile")
         except BaseException:
             os.close(pidfd)

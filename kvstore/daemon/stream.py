@@ -61,7 +61,7 @@ class SessionStreams:
             await abort(context, error)
         outbox = session.outbox
         assert outbox is not None
-        work = (self._read(session, requests), self._write(outbox, context), outbox.failed())
+        work = (self._read(session, outbox, requests), self._write(outbox, context), outbox.failed())
         tasks = [asyncio.ensure_future(part) for part in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -88,6 +88,8 @@ class SessionStreams:
             await asyncio.wait_for(session.all_here.wait(), self._limits.session_lost_s)
         except TimeoutError:
             raise FailedPrecondition("the session's members have not presented themselves") from None
+        if self._owner.sessions.get(session.id) is not session:
+            raise Unauthenticated("the session has ended: attach again")
         if session.lost or session.outbox is not None:
             raise FailedPrecondition(
                 "the session has another stream, or has not resumed: Attach(resume) first"
@@ -116,9 +118,14 @@ class SessionStreams:
         while True:
             await context.write(await outbox.take())
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.ClientMessage]) -> None:
+    async def _read(
+        self, session: Session, outbox: Outbox, requests: AsyncIterator[pb.ClientMessage]
+    ) -> None:
         newest = 0
         async for message in requests:
+            if session.outbox is not outbox:
+                # Resumed elsewhere, or ended: what was sent here before must not undo what was granted since.
+                return
             self._owner.counters.add("messages_total")
             try:
                 if message.id <= newest:

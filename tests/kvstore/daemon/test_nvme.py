@@ -173,6 +173,7 @@ def test_a_killed_mover_is_started_again(place: Path) -> None:
         two.close()
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(
     "point", ["move.start", "move.done", "mover.sync", "move.reply", "commit.lmdb", "commit.done"]
 )

@@ -113,6 +113,7 @@ def test_dram_survives_a_kill(client: Make, service: Service) -> None:
     assert room
 
 
+@pytest.mark.kill
 def test_many_kills_in_a_row(client: Make, service: Service) -> None:
     one = client().begin()
     hashes, granted = one.fill(range(400, 440))
@@ -142,6 +143,7 @@ def test_the_keeper_may_die_too(client: Make, service: Service) -> None:
     assert service.faults() == []
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(
     "point",
     [
