@@ -204,14 +204,17 @@ class Acquiring:
     def _no_slot(self, request: Request, draft: _Draft, at: int, missing: int) -> None:
         """From the first block that lacks a slot on nothing is given; what this call held for it is let go."""
         state, session = self._state, request.session
+        key = session.hbm_key
+        assert key is not None
+        owner = state.hbm.class_of(key)
+        freed = owner.freed and key in state.waits.slots_wanted()
         for pool, given in ((state.hbm, draft.hbm), (state.dram, draft.dram)):
             slots = given[at:][draft.fresh[at:] & (given[at:] != NONE)]
             pool.unhold(slots[~np.isin(slots, given[:at])], session.holder)
+        owner.freed = freed  # for those who wait already; what this call let go is no reason to ask again
         draft.outcomes[at:] = Outcome.NO_SLOT
         draft.hbm[at:] = NONE
         draft.dram[at:] = NONE
-        key = session.hbm_key
-        assert key is not None
         state.waits.wait_slots(session.id, request.lease, key, missing)
 
     # -- waiting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.layout import GENERATION_SHIFT, NONE, SlotState, Tier
+from kvstore.layout import GENERATION_SHIFT, NONE, ExtentState, SlotState, Tier
 from kvstore.moves import U32, U64
 from kvstore.state import StoreState
 from kvstore.table import distinct
@@ -32,9 +32,14 @@ def load_nvme(
     overwritten. Parents are found where they are loaded too, in whatever order.
     """
     pool = state.nvme
+    free = np.zeros(len(pool), dtype=np.bool_)
+    for extent in state.extents.of(Tier.NVME, None, ExtentState.READY):
+        base, size = state.extents.range(extent)
+        free[base : base + size] = (pool.state[base : base + size] & np.uint64(0xFF)) == np.uint64(
+            SlotState.FREE
+        )
     usable = slots < len(pool)
-    usable[usable] = pool.states(slots[usable]) == SlotState.FREE
-    usable[usable] = state.columns.extent_slots[pool.extent[slots[usable]]] > 0
+    usable[usable] = free[slots[usable]]
     # Chains together, from the root on: then rows are contiguous, which is what makes a match cheap.
     order = np.flatnonzero(usable)
     order = order[np.lexsort((depths[order], touches[order] >> _KEY_SHIFT, namespaces[order]))]

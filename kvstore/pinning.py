@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 from kvstore.errors import ResourceExhausted
-from kvstore.layout import GENERATION_SHIFT
+from kvstore.layout import GENERATION_SHIFT, Tier
 from kvstore.moves import U32, U64
 from kvstore.state import StoreState
 from kvstore.table import PINNED
@@ -52,7 +52,14 @@ class Pins:
                 kept.append((until_ms, order, batch[stays], words[stays]))
         self._batches = kept
         heapq.heapify(self._batches)
+        self._note()
         return pinned
+
+    def _note(self) -> None:
+        """There may be victims again."""
+        for tier in Tier:
+            for owner in self._state.pool(tier).classes.values():
+                owner.freed, owner.exhausted = True, False
 
     def expire(self, now_ms: int) -> None:
         """Ends the pins whose time has come; a row that another pin still covers stays pinned."""
@@ -62,6 +69,7 @@ class Pins:
             self._state.columns.priority[rows] = 0
             ended = True
         if ended:
+            self._note()
             for _, _, rows, words in self._batches:
                 same = (self._state.words(rows) >> GENERATION_SHIFT) == (words >> GENERATION_SHIFT)
                 self._state.columns.priority[rows[same]] = PINNED

@@ -64,6 +64,8 @@ def _slots_of_extents(columns: Columns, tier: Tier) -> NDArray[np.bool_]:
     inside = np.zeros(len(pool.state), dtype=np.bool_)
     for extent in np.flatnonzero(columns.extent_tier == tier).tolist():
         state = columns.extent_state[extent]
+        if state == ExtentState.DRAINING and tier is Tier.HBM:  # it was being dropped: what is left is good
+            columns.extent_state[extent] = state = ExtentState.READY
         if state in (ExtentState.READY, ExtentState.DRAINING):
             base, size = int(columns.extent_slot_base[extent]), int(columns.extent_slots[extent])
             pool.extent[base : base + size] = extent

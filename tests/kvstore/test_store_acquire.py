@@ -232,6 +232,28 @@ def test_a_lease_that_waits_for_slots_is_not_told_without_cause() -> None:
     assert rig.store.take_changed() == [(one, [2])]
 
 
+def test_what_a_call_lets_go_itself_wakes_nobody() -> None:
+    """A chain whose tail is in HBM and whose head has to be loaded into a full HBM would ask again and again."""
+    rig = Rig(hbm=4, dram=4, nvme=0)
+    one = rig.attach()
+    rig.write_through(one, chain(2))
+    rig.acquire(one, chain(2, seed=1), lease=1)
+    state = rig.store._state
+    head = state.table.find(chain(1), rig.namespaces[one])
+    state.drop_copies(Tier.HBM, state.columns.hbm[0, head], MissCause.EVICTED)
+    rig.acquire(one, chain(1, seed=2), lease=2)
+    # HBM is full now, but for one block that may go, and that is the chain's tail.
+    grant = rig.acquire(one, chain(2), lease=3)
+    assert grant.outcomes.tolist() == [Outcome.NO_SLOT] * 2
+    for _ in range(3):
+        assert rig.store.take_changed() == []
+    assert rig.tier(Tier.DRAM).held_slots == 0
+    assert rig.tier(Tier.HBM).held_slots == 3
+    # For others that block may go.
+    assert rig.acquire(one, chain(1, seed=3), lease=4).outcomes.tolist() == [MISS]
+    rig.check()
+
+
 def test_waiters_for_slots_are_told_in_order() -> None:
     rig = Rig(hbm=4, dram=0, nvme=0)
     one = rig.attach()

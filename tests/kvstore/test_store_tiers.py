@@ -472,6 +472,34 @@ def test_blocks_found_on_disk_are_hits() -> None:
     fresh.check()
 
 
+def test_records_of_slots_that_are_not_there_are_passed_over() -> None:
+    rig = Rig(nvme=4)
+    namespace = rig.store.intern_namespace(b"n" * 16)
+    loaded = rig.store.load_nvme(
+        hashes=chain(3),
+        parents=chain(3),
+        namespaces=np.full(3, namespace, dtype=np.uint32),
+        depths=np.arange(3, dtype=np.uint32),
+        slots=np.array([1, 200, 4_000_000_000], dtype=np.uint32),
+        generations=np.ones(3, dtype=np.uint32),
+        touches=np.full(3, (1 << 64) - 1, dtype=np.uint64),
+    )
+    assert loaded == 0  # the extent is not cut: nobody said that it holds blocks of this size
+    rig.check()
+    rig.store.add_extent(tier=Tier.NVME, device=0, nbytes=4 * 2 * PAGE, slot_bytes=PAGE)
+    loaded = rig.store.load_nvme(
+        hashes=chain(3),
+        parents=chain(3),
+        namespaces=np.full(3, namespace, dtype=np.uint32),
+        depths=np.arange(3, dtype=np.uint32),
+        slots=np.array([1, 200, 4_000_000_000], dtype=np.uint32),
+        generations=np.ones(3, dtype=np.uint32),
+        touches=np.full(3, (1 << 64) - 1, dtype=np.uint64),
+    )
+    assert loaded == 1
+    rig.check()
+
+
 # ------------------------------------------------------------ extents and classes
 
 
