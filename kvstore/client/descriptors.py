@@ -244,7 +244,10 @@ class Descriptors:
 
 
 def _add_hbm(hbm: HbmMemory, received: wire.Received) -> None:
+    """Maps an extent; one that is mapped already is left alone: a restarted daemon sends every extent again."""
     extent = _extent(received)
+    if hbm.mapped(np.array([extent.slot_base], dtype=np.uint32)):
+        return
     hbm.add(
         extent=extent.extent,
         fd=os.dup(received.fds[0]),

@@ -310,3 +310,19 @@ class RawStalled:
         self._queue.put(None)
         self.call.cancel()
         self._channel.close()
+
+
+def test_what_an_old_stream_still_says_counts_no_more(client: Make, service: Service) -> None:
+    """A release that was under way on a lost stream came after the resume and gave back a slot granted since."""
+    one = client().begin()
+    _, granted = one.fill(range(20))
+    statement = list(zip(granted.hbm.tolist(), granted.hbm_generations.tolist(), strict=True))
+    old = one._outgoing
+    one.resume(hbm=statement)
+    for message_id in range(100, 150):
+        old.put(pb.ClientMessage(id=message_id, step=pb.Step(seen=2**63, released_hbm=granted.hbm.tobytes())))
+    one.open_stream()
+    one.ns = one.namespace()
+    time.sleep(0.2)
+    assert service.stats().sessions[0].held_hbm_slots == 5
+    old.put(None)
