@@ -82,7 +82,7 @@ class BlockManager(Protocol):
         ...
 
     def release(self, request: RequestId) -> None:
-        """The request finished, was aborted or was preempted, queued or admitted. Idempotent; unknown ids are ignored."""
+        """The request finished, was aborted or was preempted, queued or admitted. Idempotent; unknown ids pass."""
         ...
 
     def end_step(self) -> None:
