@@ -22,6 +22,7 @@ from tests.support.daemon import Service, small_config, wait_for
 KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "180"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 KILLS_A_ROUND = 18
+POINTS_A_ROUND = 4  # of the daemon; ten rounds pass all of them
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(600)]
 
@@ -34,7 +35,10 @@ DAEMON_POINTS = [
     "complete.row",
     "complete.slot",
     "dead.freed",
+    "drop.rows",
+    "drop.unlinked",
     "extent.assigned",
+    "extent.stored",
     "fills.rows",
     "grant.commit",
     "grant.sent",
@@ -64,7 +68,14 @@ DAEMON_POINTS = [
     "stores.begin",
     "write.done",
 ]
-SESSION_POINTS = ["dead.freed", "extent.assigned", "hello.stored", "promotions.unlinked", "resume.freed"]
+SESSION_POINTS = [
+    "dead.freed",
+    "extent.assigned",
+    "extent.stored",
+    "hello.stored",
+    "promotions.unlinked",
+    "resume.freed",
+]
 """Passed seldom, some of them only when a worker ends or comes."""
 RECOVERY_POINTS = ["recover.sessions", "recover.pointers", "recover.rows", "recover.index", "recover.slots"]
 MOVER_POINTS = ["move.start", "move.done", "mover.sync"]
@@ -199,11 +210,12 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _plan(rng: random.Random, kills: int) -> tuple[list[str], list[str], list[str]]:
+def _plan(rng: random.Random, number: int, kills: int) -> tuple[list[str], list[str], list[str]]:
     """Faults of the daemon's lives, the points at which it is expected to die, and the actions of the round."""
-    actions = ["daemon"] * 2 + ["worker"] * 5 + ["worker-point"] * 2 + ["mover"] * 2 + ["keeper"]
+    actions = ["daemon"] + ["worker"] * 6 + ["worker-point"] * 3 + ["mover"] * 2 + ["keeper"]
     faults = []
-    points = rng.sample(DAEMON_POINTS, 5)
+    every = random.Random(SEED).sample(DAEMON_POINTS, len(DAEMON_POINTS))
+    points = [every[(number * POINTS_A_ROUND + i) % len(every)] for i in range(POINTS_A_ROUND)]
     while len(actions) + len(points) + 1 > kills > 8:
         actions.pop(rng.randrange(len(actions)))
     actions += ["daemon-point"] * len(points)
@@ -230,7 +242,7 @@ def _plan(rng: random.Random, kills: int) -> tuple[list[str], list[str], list[st
 @pytest.mark.parametrize("number", range(-(-KILLS // KILLS_A_ROUND)))
 def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) -> None:
     rng = random.Random(SEED * 1000 + number)
-    faults, points, actions = _plan(rng, min(KILLS_A_ROUND, KILLS - number * KILLS_A_ROUND))
+    faults, points, actions = _plan(rng, number, min(KILLS_A_ROUND, KILLS - number * KILLS_A_ROUND))
     config = small_config(
         tmp_path,
         nvme_bytes=64 * MIB,
