@@ -142,10 +142,10 @@ class Demo:
         assert self._worker is not None
         self.household.terminate(self._worker, 10.0)
         self._start_worker("--no-cache")
-        return self._ask("cold (default chunks)").ttft_s
+        return self._ask("cold (default chunks)", max_tokens=1).ttft_s
 
     def _ask_row(self, step: str, killed_at: float | None) -> None:
-        asked = self._ask(step)
+        asked = self._ask(step, max_tokens=self.options.max_tokens)
         cold = self._cold = self._cold or asked
         result = asked.result
         row = Row(
@@ -162,7 +162,7 @@ class Demo:
         self.rows.append(row)
         self.show(row)
 
-    def _ask(self, step: str) -> _Asked:
+    def _ask(self, step: str, *, max_tokens: int) -> _Asked:
         """Puts the question to the worker, streaming."""
         self.tell(f"{step}: asking")
         options = self.options
@@ -170,7 +170,7 @@ class Demo:
             id=step,
             prompt=options.prompt if options.raw else None,
             messages=None if options.raw else (Message(role="user", content=options.prompt),),
-            max_tokens=options.max_tokens,
+            max_tokens=max_tokens,
             stream=True,
         )
         first_token_at = None
