@@ -70,20 +70,23 @@ def worker(
         timeout_s=config.client.timeout_s,
     )
     share_the_cpu()
-    listener = bind_socket(
-        path
-    )  # first: what is wrong with it shows at once; who connects early waits in its queue
+    listener = bind_socket(path)  # first: what is wrong with it shows at once, and who connects early waits
     try:
         with open_engine(options, tell=_log.info) as engine:
             from engine_adapter.worker import WorkerLimits, serve
 
             def ready() -> None:
-                load_s = time.perf_counter() - started
-                record = {"event": "ready", "socket": str(path), "pid": os.getpid(), "load_s": load_s}
-                text = f"ready: {config.worker.model} on {path} after {format_duration(round(load_s, 2))}"
-                print(json.dumps(record) if as_json else text, flush=True)
+                print(
+                    _ready_line(config.worker.model, path, time.perf_counter() - started, as_json), flush=True
+                )
 
             serve(engine, listener, limits=WorkerLimits(), ready=ready)
     finally:
         listener.close()
         path.unlink(missing_ok=True)
+
+
+def _ready_line(model: str, path: Path, load_s: float, as_json: bool) -> str:
+    if as_json:
+        return json.dumps({"event": "ready", "socket": str(path), "pid": os.getpid(), "load_s": load_s})
+    return f"ready: {model} on {path} after {format_duration(round(load_s, 2))}"
