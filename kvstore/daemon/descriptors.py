@@ -30,6 +30,7 @@ __all__ = ["DescriptorServer"]
 
 _LOG = Log("descriptors")
 _MAX_STRANGERS = 64
+_BACKLOG = 512  # a full one refuses at once: processes that start together must all fit
 _HELLO_TIMEOUT_S = 5.0
 _UCRED = struct.Struct("3i")
 
@@ -140,17 +141,20 @@ class DescriptorServer:
     def listen(self, listener: socket.socket) -> None:
         """Accepts on a bound socket from now on."""
         listener.setblocking(False)
-        listener.listen(_MAX_STRANGERS)
+        listener.listen(_BACKLOG)
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def adopt(self, member: Member) -> None:
-        """A member of before a restart: its connection goes on, and it is sent every extent again."""
+        """A member of before a restart: its connection goes on, and it is sent the whole first set again.
+
+        The daemon before may have died in the middle of it; a member passes over what it has.
+        """
         connection = _Connection(self, member.connection)
         connection.member = member
         self._members[member.session, member.number] = connection
         connection.start()
-        self._send_extents(connection, self._owner.sessions[member.session])
+        self._send_first_set(connection, self._owner.sessions[member.session])
 
     def close(self) -> None:
         """Accepts nobody any more and disconnects strangers. Members' connections stay as they are."""
@@ -212,16 +216,16 @@ class DescriptorServer:
         connection.member = member
         self._strangers.discard(connection)
         self._members[session.id, message.member] = connection
-        connection.send(wire.Tables(nbytes=os.fstat(self._tables_fd).st_size), [self._tables_fd])
-        self._send_extents(connection, session)
-        connection.send(wire.Ready())
+        self._send_first_set(connection, session)
         _LOG.info("member presented", session=session.id, member=message.member)
 
-    def _send_extents(self, connection: _Connection, session: Session) -> None:
+    def _send_first_set(self, connection: _Connection, session: Session) -> None:
+        connection.send(wire.Tables(nbytes=os.fstat(self._tables_fd).st_size), [self._tables_fd])
         for tier in (Tier.DRAM, Tier.HBM):
             for info, fd in self._memory.extents(tier):
                 if _concerns(info, session):
                     connection.send(_extent_message(info), [fd])
+        connection.send(wire.Ready())
 
     async def _new_hbm(self, connection: _Connection, member: Member, message: wire.NewHbm, fd: int) -> None:
         session = self._owner.sessions.get(member.session)

@@ -8,7 +8,8 @@ that it may map; then the same connection is its liveness socket and stays open 
                       Accepted {extent, slot_base, slots}  Refused {text}             Dropped {tier, extent}
 
 The answer to NewHbm is Accepted or Refused, one for each NewHbm, in order; Extent and Dropped may come between at any
-time. Refused in place of the first Tables means that the Hello was not accepted; the daemon then closes. The socket is
+time. Refused in place of the first Tables means that the Hello was not accepted; the daemon then closes. A restarted
+daemon sends Tables, every Extent and Ready again: a member passes over what it has. The socket is
 AF_UNIX SOCK_SEQPACKET, so one packet is one message. All numbers are little-endian; each packet starts with a magic,
 the protocol version and its kind. Standard library only; calls block or not as the given socket does. Not thread-safe
 per socket.

@@ -142,7 +142,7 @@ class RawClient:
             memory = memoryview(mmap.mmap(received.fds[0], message.nbytes, prot=mmap.PROT_READ))
             self.columns = open_columns(memory, read_shape(memory))
             received.close()
-        elif isinstance(message, wire.Extent):
+        elif isinstance(message, wire.Extent) and received.fds:
             target = self.dram_fds if message.tier == Tier.DRAM else self.hbm
             if message.tier == Tier.HBM:
                 self.hbm_base = message.slot_base
@@ -166,7 +166,7 @@ class RawClient:
         fd = create_memfd("test-hbm", slots * slot_bytes)
         message = wire.NewHbm(nbytes=slots * slot_bytes, slots=slots, slot_bytes=slot_bytes)
         wire.send(self.connection, message, [fd])
-        while isinstance(answer := self.receive_descriptor(), wire.Extent):
+        while isinstance(answer := self.receive_descriptor(), wire.Extent | wire.Tables | wire.Ready):
             continue
         if isinstance(answer, wire.Accepted):
             self.hbm[answer.extent] = fd
