@@ -1,8 +1,8 @@
 """Making room: free slots of a class, by cutting unassigned extents first and by evicting after that.
 
 Owns the victims chosen ahead: a batch at a time, checked again when each is used, so that a grant in need of one slot
-does not look at a million. Large classes are searched window by window below a threshold that a sample of the whole
-class gives: the cost of a search does not grow with the tier, and the order is LRU up to the sample's error.
+does not look at a million. In a large class only the windows are searched where a sample of the whole class finds old
+blocks: the cost of a search does not grow with the tier, and the order is LRU up to the sample's error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Evictor"]
 _ONLY_COPY_KEY = np.uint64(300_000 << 20)
 """A block that no lower tier has counts as used five minutes later than it was: what is lower too goes first, and
 stale blocks that were never written down still go in the end."""
-_WINDOW_SLOTS = 1 << 17
+_WINDOW_SLOTS = 1 << 15
 _SAMPLE_SLOTS = 4096
 _TURN_SLOTS = 2048
 _ROW_WINDOW = 1 << 16
@@ -177,7 +177,7 @@ class Evictor:
         while True:
             if chosen is None or not len(chosen.slots):
                 chosen = self._choose(
-                    pool, owner, max(count, self._state.limits.victim_batch, owner.slots // 64)
+                    pool, owner, max(count, self._state.limits.victim_batch, owner.slots // 256)
                 )
                 self._chosen[name] = chosen
                 if not len(chosen.slots):
@@ -194,71 +194,51 @@ class Evictor:
     def _choose(self, pool: SlotPool, owner: SlotClass, count: int) -> _Chosen:
         ranges = owner.free.ranges()
         if owner.slots <= _WINDOW_SLOTS:
-            slots = (
-                np.concatenate([np.arange(b, b + n, dtype=np.uint32) for b, n in ranges])
-                if ranges
-                else NO_SLOTS
-            )
-            return self._best(pool, slots, count)
-        return self._best_of_windows(pool, owner, ranges, count)
-
-    def _best_of_windows(
-        self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
-    ) -> _Chosen:
-        """Victims below the sampled threshold, from as many windows as give enough; all windows at worst."""
-        windows = [
-            (at, min(at + _WINDOW_SLOTS, base + size))
-            for base, size in ranges
-            for at in range(base, base + size, _WINDOW_SLOTS)
-        ]
-        threshold = self._threshold(pool, owner, ranges, count)
-        found = self._below(pool, owner, windows, threshold, count)
-        if not len(found) and threshold != _ANY:
-            found = self._below(pool, owner, windows, _ANY, count)
+            return self._best(pool, _slots_of(ranges, 0, 1), count)
+        found = self._oldest(pool, owner, ranges, count)
+        if not len(found):  # no block of the sample may go: perhaps some other may
+            found = _slots_of(ranges, 0, 1)
         return self._best(pool, found, count)
 
-    def _below(
-        self,
-        pool: SlotPool,
-        owner: SlotClass,
-        windows: list[tuple[int, int]],
-        threshold: np.uint64,
-        count: int,
-    ) -> U32:
-        """Evictable slots with keys up to `threshold`, at least `count` where there are."""
-        start = self._hand[pool.tier, owner.key] % len(windows)
+    def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
+        """Evictable slots of a large class, about `count` or more of those that go first.
+
+        A sample of the whole class says below which key twice as many lie, and where: chains are stored together, so
+        what is old lies in few windows, and only those are searched.
+        """
+        stride = max(1, owner.slots // _SAMPLE_SLOTS)
+        self._hand[pool.tier, owner.key] += 1
+        sample = _slots_of(ranges, self._hand[pool.tier, owner.key] % stride, stride)
+        sample = sample[self.evictable(pool, sample)]
+        if not len(sample):
+            return NO_SLOTS
+        keys = self._keys(pool, sample)
+        rank = min(-(-2 * count // stride), len(keys) - 1)
+        threshold = np.partition(keys, rank)[rank]
+        windows, hits = np.unique(sample[keys <= threshold] // _WINDOW_SLOTS, return_counts=True)
         parts: list[U32] = []
         found = 0
-        for i in range(len(windows)):
-            low, high = windows[(start + i) % len(windows)]
-            good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
-            if len(pool.holders):
-                good &= pool.holders[low:high] == 0
-            slots = (np.flatnonzero(good) + low).astype(np.uint32)
-            slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
-            slots = slots[self.evictable(pool, slots)]
-            parts.append(slots[self._keys(pool, slots) <= threshold])
+        for window in windows[np.argsort(-hits, kind="stable")].tolist():
+            parts.append(self._below(pool, owner, window * _WINDOW_SLOTS, threshold))
             found += len(parts[-1])
             if found >= count:
-                self._hand[pool.tier, owner.key] = start + i + 1
                 break
         return np.concatenate(parts)
 
-    def _threshold(
-        self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int
-    ) -> np.uint64:
-        """Key below which twice `count` blocks, or a sixteenth of the class, may go; `_ANY` where that is most."""
-        stride = max(1, owner.slots // _SAMPLE_SLOTS)
-        offset = self._hand[pool.tier, owner.key] % stride
-        sample = np.concatenate([np.arange(b + offset, b + n, stride, dtype=np.uint32) for b, n in ranges])
-        sample = sample[self.evictable(pool, sample)]
-        # The oldest sixteenth at least, so that a window or two are enough.
-        rank = max(-(-2 * count // stride), len(sample) // 16)
-        if rank >= len(sample) // 2:
-            return _ANY
-        keys = self._keys(pool, sample)
-        threshold: np.uint64 = np.partition(keys, rank)[rank]
-        return threshold
+    def _below(self, pool: SlotPool, owner: SlotClass, low: int, threshold: np.uint64) -> U32:
+        """Evictable slots of one window with keys up to `threshold`."""
+        high = low + _WINDOW_SLOTS
+        good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
+        if len(pool.holders):
+            good &= pool.holders[low:high] == 0
+        slots = (np.flatnonzero(good) + low).astype(np.uint32)
+        slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
+        of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
+        of_class[owner.extents] = True
+        slots = slots[of_class[pool.extent[slots]]]
+        slots = slots[self.evictable(pool, slots)]
+        below: U32 = slots[self._keys(pool, slots) <= threshold]
+        return below
 
     def _best(self, pool: SlotPool, slots: U32, count: int) -> _Chosen:
         """What the policy takes of these slots."""
@@ -366,3 +346,9 @@ class Evictor:
                 )
             )
         return int(np.count_nonzero(pool.holders[base : base + size]))
+
+
+def _slots_of(ranges: list[tuple[int, int]], offset: int, stride: int) -> U32:
+    """Every `stride`-th slot of ranges (base, size), beginning at `offset`."""
+    parts = [np.arange(base + offset, base + size, stride, dtype=np.uint32) for base, size in ranges]
+    return np.concatenate(parts) if parts else NO_SLOTS

@@ -96,11 +96,11 @@ class Index:
         """Takes out the entries of these rows; those that are not there are passed over. O(n)."""
         for word in (0, 1):
             bucket = (hashes[:, word] & self._mask).astype(np.int64)
-            hit = self._columns.rows[bucket] == rows[:, None]
-            n, entry = np.nonzero(hit)
-            self._columns.rows[bucket[n], entry] = NONE
+            found = np.flatnonzero(self._columns.rows.take(bucket, axis=0) == rows[:, None])
+            at = bucket[found // BUCKET_ENTRIES] * BUCKET_ENTRIES + found % BUCKET_ENTRIES
+            self._columns.rows.reshape(-1)[at] = NONE
             # Else each later look for a removed block would pay for what looks like a collision of tags.
-            self._columns.tags[bucket[n], entry] = 0
+            self._columns.tags.reshape(-1)[at] = 0
 
     def entries(self) -> NDArray[np.uint32]:
         """Every row that is entered, in no order. O(buckets)."""
