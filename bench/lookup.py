@@ -219,7 +219,9 @@ def _shuffled(prompts: Sequence[U64]) -> list[U64]:
 
 
 def _pair(run: _Run, prompts: Sequence[U64]) -> Pair:
-    """Each sample another prompt."""
+    """Each sample another prompt; all have been looked up once, so that the tables are mapped here."""
+    for prompt in prompts:
+        run.session.match(run.namespace, prompt)
     source, samples = itertools.cycle(prompts), run.plan.samples
     match_ms, call_ms = {}, {}
     gc.disable()

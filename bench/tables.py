@@ -38,7 +38,8 @@ class FilledStore:
     def __init__(self, rows: int, *, seed: int = 0) -> None:
         slots = -(-(rows + _SPARE) // _EXTENT_SLOTS) * _EXTENT_SLOTS
         small = _EXTENT_SLOTS
-        shape = TableShape(max_rows=slots, hbm_slots=slots, dram_slots=small, nvme_slots=small)
+        spare_rows = slots // 16  # so that slots run out before rows do
+        shape = TableShape(max_rows=slots + spare_rows, hbm_slots=slots, dram_slots=small, nvme_slots=small)
         self._memory = mmap.mmap(-1, table_bytes(shape))
         self.store = Store.create(memoryview(self._memory), shape, StoreLimits(), Lru())
         for _ in range(slots // _EXTENT_SLOTS):
