@@ -15,6 +15,7 @@ from bench.blocks import SMALL, seals_of
 from eviction.lru import Lru
 from kvstore.index import Index
 from kvstore.layout import TableShape, Tier, open_columns, table_bytes
+from kvstore.match import match
 from kvstore.moves import Grant, Outcome, SealOutcome, StoreLimits
 from kvstore.store import Store
 from kvstore.wire.packed import COPY, SEAL
@@ -105,3 +106,7 @@ class FilledStore:
         outcomes = self.step(seals=seals_of(self.namespace, chain, grant.hbm_slots, grant.hbm_generations))
         assert (outcomes == SealOutcome.PUBLISHED).all(), "what was filled is published"
         self.step(released=grant.hbm_slots)
+
+    def match(self, chain: U64) -> int:
+        """Leading blocks that are cached, without touching any."""
+        return match(self.columns, self.index, self.namespace, chain, device=0).hits
