@@ -280,6 +280,7 @@ def _loaded(run: _Run, load: LoadPlan, prompts: Sequence[U64]) -> tuple[float, f
     store = replace(endless, blocks=256)
     hot = itertools.cycle(prompts[-8:])  # the others are evicted in the meantime
     with spawn("promote", disk) as (reader,), spawn("store", store) as (writer,):
+        _call_ms(run, hot, itertools.repeat(_CHAIN), 8)
         reader.go()
         writer.go()
         time.sleep(_WARM_UP_S)
