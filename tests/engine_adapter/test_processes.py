@@ -1,0 +1,106 @@
+"""Killing exactly what is ours. Each case runs in a process of its own, because it adopts and kills whole families."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SETUP = """
+import os, subprocess, sys, time
+from pathlib import Path
+from engine_adapter.cli.processes import Household
+from kvstore.errors import DeadlineExceeded, Unavailable
+household = Household()
+log = Path(sys.argv[1]) / "log"
+
+def start(code):
+    return household.start("it", [sys.executable, "-c", code], os.environ, log)
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+"""
+
+
+def run(code: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + textwrap.dedent(code), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_orphans_of_orphans_are_found_and_killed(tmp_path: Path) -> None:
+    """A mover whose daemon and keeper had been killed was nobody's child any more and went on."""
+    run(
+        """
+        child = start(
+            "import subprocess, sys, time;"
+            "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True);"
+            "print('up', flush=True); time.sleep(100)"
+        )
+        assert child.read_line(20) == "up"
+        until(lambda: len(household.descendants()) == 2)
+        household.kill([child.pid])
+        until(lambda: len(household.descendants()) == 1)
+        household.kill_everything()
+        assert household.descendants() == []
+        """,
+        tmp_path,
+    )
+
+
+def test_what_is_started_again_while_it_is_killed_is_killed_too(tmp_path: Path) -> None:
+    run(
+        """
+        start(
+            "import subprocess, sys\\n"
+            "while True: subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)'])"
+        )
+        until(lambda: len(household.descendants()) == 2)
+        household.kill(household.descendants()[1:])
+        until(lambda: len(household.descendants()) == 2)
+        household.kill_everything()
+        assert household.descendants() == []
+        """,
+        tmp_path,
+    )
+
+
+def test_a_stranger_is_never_hit(tmp_path: Path) -> None:
+    """A pid that was named but is not ours is left alone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        run(f"household.kill([{stranger.pid}])", tmp_path)
+        assert stranger.poll() is None
+        assert stranger.stdin is not None
+        stranger.stdin.write(b"\n")
+    assert stranger.returncode == 0
+
+
+def test_waiting_for_a_line_has_an_end_and_shows_the_log(tmp_path: Path) -> None:
+    run(
+        """
+        silent = start("import time; time.sleep(100)")
+        try:
+            silent.read_line(0.1)
+            raise SystemExit("no deadline")
+        except DeadlineExceeded:
+            pass
+        broken = start("import sys; sys.exit('what is wrong')")
+        try:
+            broken.read_line(20)
+            raise SystemExit("no error")
+        except Unavailable as error:
+            assert "what is wrong" in str(error), error
+        household.terminate(silent, 10)
+        assert household.descendants() == []
+        """,
+        tmp_path,
+    )
