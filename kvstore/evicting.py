@@ -25,6 +25,7 @@ _ONLY_COPY_KEY = np.uint64(300_000 << 20)
 """A block that no lower tier has counts as used five minutes later than it was: what is lower too goes first, and
 stale blocks that were never written down still go in the end."""
 _WINDOW_SLOTS = 1 << 15
+_MAX_WINDOWS = 4  # searched at once where anything is found: half a millisecond each
 _SAMPLE_SLOTS = 4096
 _TURN_SLOTS = 2048
 _ROW_WINDOW = 1 << 16
@@ -201,7 +202,7 @@ class Evictor:
         return self._best(pool, found, count)
 
     def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
-        """Evictable slots of a large class, about `count` or more of those that go first.
+        """Evictable slots of a large class, of those that go first: about `count`, fewer where they lie scattered.
 
         A sample of the whole class says below which key twice as many lie, and where: chains are stored together, so
         what is old lies in few windows, and only those are searched.
@@ -218,10 +219,10 @@ class Evictor:
         windows, hits = np.unique(sample[keys <= threshold] // _WINDOW_SLOTS, return_counts=True)
         parts: list[U32] = []
         found = 0
-        for window in windows[np.argsort(-hits, kind="stable")].tolist():
+        for searched, window in enumerate(windows[np.argsort(-hits, kind="stable")].tolist(), start=1):
             parts.append(self._below(pool, owner, window * _WINDOW_SLOTS, threshold))
             found += len(parts[-1])
-            if found >= count:
+            if found >= count or (found and searched >= _MAX_WINDOWS):
                 break
         return np.concatenate(parts)
 
