@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
-from engine_adapter.listening import bind_socket
+from engine_adapter.listening import listening, make_own_folder
 from kvstore.cli.settings import load_settings
 from kvstore.units import format_duration
 
@@ -70,20 +70,16 @@ def worker(
         timeout_s=config.client.timeout_s,
     )
     share_the_cpu()
-    listener = bind_socket(path)  # first: what is wrong with it shows at once, and who connects early waits
-    try:
-        with open_engine(options, tell=_log.info) as engine:
-            from engine_adapter.worker import WorkerLimits, serve
+    if config.worker.socket is None:
+        make_own_folder(path.parent)
+    # The socket first: what is wrong with it shows at once, and who connects early waits.
+    with listening(path) as listener, open_engine(options, tell=_log.info) as engine:
+        from engine_adapter.worker import WorkerLimits, serve
 
-            def ready() -> None:
-                print(
-                    _ready_line(config.worker.model, path, time.perf_counter() - started, as_json), flush=True
-                )
+        def ready() -> None:
+            print(_ready_line(config.worker.model, path, time.perf_counter() - started, as_json), flush=True)
 
-            serve(engine, listener, limits=WorkerLimits(), ready=ready)
-    finally:
-        listener.close()
-        path.unlink(missing_ok=True)
+        serve(engine, listener, limits=WorkerLimits(), ready=ready)
 
 
 def _ready_line(model: str, path: Path, load_s: float, as_json: bool) -> str:
