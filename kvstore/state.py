@@ -164,7 +164,11 @@ class StoreState:
     # -- holders
 
     def let_go(self, tier: Tier, slots: U32, holder: np.uint64) -> None:
-        """A session no longer touches these slots, all held by it; duplicates allowed: fills end, blocks stay."""
+        """A session no longer touches these slots, all held by it; duplicates allowed: fills end, blocks stay.
+
+        A slot that somebody else holds too stays out of use, whatever its state: recovery can leave one that two
+        readers held as a private slot of both.
+        """
         pool = self.pool(tier)
         filling = pool.filling(slots)
         fills = np.unique(slots[filling])
@@ -172,7 +176,8 @@ class StoreState:
             if tier is Tier.HBM:
                 self.unlink_fills(fills)
             self.fault("let_go.fills")
-            pool.free(fills)
+            pool.unhold(fills, holder)
+            pool.free(fills[pool.holders[fills] == 0])
         kept = slots[~filling]
         if len(kept):
             pool.unhold(kept, holder)

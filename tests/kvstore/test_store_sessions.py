@@ -228,3 +228,21 @@ def test_dead_during_a_load() -> None:
         other, loads=copies(again.dram_slots, again.dram_generations, again.hbm_slots, again.hbm_generations)
     )
     rig.check()
+
+
+def test_a_private_slot_of_two_readers_stays_until_both_let_go() -> None:
+    """A release freed a slot that another session still held, after recovery had made it a private slot of both."""
+    rig = Rig(hbm=4, dram=0, nvme=0)
+    one, other = rig.attach(), rig.attach()
+    slot = rig.fill(one, chain(1), keep=True).hbm_slots
+    assert rig.acquire(other, chain(1)).outcomes.tolist() == [Outcome.HIT_HBM]
+    columns = rig.store._state.columns
+    columns.state[:] = 0  # the row is lost, the slot is not
+    rig.recover()
+    assert held(rig, one) == held(rig, other) == slot.tolist()
+    rig.store.detach(one, rig.now_ms)
+    assert held(rig, other) == slot.tolist()
+    assert rig.tier(Tier.HBM).free_slots == 3
+    rig.store.detach(other, rig.now_ms)
+    rig.check()
+    assert rig.tier(Tier.HBM).free_slots == 4
