@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -38,9 +39,9 @@ __all__ = ["demo"]
 _MEANING = {
     "cold": "nothing is cached",
     "hbm": "asked again",
-    "worker": "worker killed with -9 and restarted",
+    "worker": "worker killed with -9",
     "daemon": "daemon and worker killed with -9, HBM released",
-    "disk": "everything killed with -9, only the slabs are left",
+    "disk": "all killed with -9, only the slabs are left",
 }
 _MIN_CACHED = 0.95
 _MAX_STATUS_CHARACTERS = 100
@@ -169,29 +170,38 @@ class _Screen:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="One prompt, asked again and again")
-    table.add_column("step")
-    for name in ("first token", "speed-up", "since kill -9", "prompt", "cached"):
-        table.add_column(name, justify="right")
-    table.add_column("found in")
-    table.add_column("same answer")
+    size = f" of {rows[0].prompt_tokens:,} tokens" if rows else ""
+    table = Table(title=f"One prompt{size}, asked again and again", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("step", no_wrap=True)
+    table.add_column("what happened before", style="dim")
+    for name in ("first\ntoken", "speed\nup", "since\nkill -9", "cached"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("found\nin", no_wrap=True)
+    table.add_column("same\nanswer", no_wrap=True)
     for row in rows:
         kill = row.kill_to_first_token_s
+        cold = row.step == "cold"
         table.add_row(
-            f"{row.step} [dim]{_MEANING[row.step]}[/]",
+            row.step,
+            _MEANING[row.step],
             f"{row.ttft_s:.2f} s",
-            "" if row.step == "cold" else f"{row.speedup:.0f}x",
+            "" if cold else f"{row.speedup:.0f}x",
             "" if kill is None else f"{kill:.1f} s",
-            f"{row.prompt_tokens:,}",
             f"{row.cached_tokens / row.prompt_tokens:.1%}",
             _tiers(row.cached_by_tier),
-            "" if row.step == "cold" else ("[green]yes[/]" if row.identical else "[red]NO[/]"),
+            "" if cold else ("[green]yes[/]" if row.identical else "[red]NO[/]"),
         )
     return table
 
 
 def _tiers(cached_by_tier: Mapping[str, int]) -> str:
-    return ", ".join(f"{tier} {count:,}" for tier, count in cached_by_tier.items() if count)
+    """Where the prompt was found; counts only where it was in several places."""
+    found = {tier: count for tier, count in cached_by_tier.items() if count}
+    return (
+        ", ".join(found)
+        if len(found) < 2
+        else ", ".join(f"{tier} {count:,}" for tier, count in found.items())
+    )
 
 
 def _report(run: Demo, default_chunks_s: float, *, as_json: bool) -> None:
