@@ -24,8 +24,9 @@ __all__ = ["Evictor"]
 _ONLY_COPY_KEY = np.uint64(300_000 << 20)
 """A block that no lower tier has counts as used five minutes later than it was: what is lower too goes first, and
 stale blocks that were never written down still go in the end."""
-_WINDOW_SLOTS = 1 << 15
-_MAX_WINDOWS = 4  # searched at once where anything is found: half a millisecond each
+_SMALL_CLASS_SLOTS = 1 << 15  # searched as a whole
+_WINDOW_SLOTS = 1 << 13
+_MAX_WINDOWS = 4  # searched at once where anything is found: 0.2 ms each
 _SAMPLE_SLOTS = 4096
 _TURN_SLOTS = 2048
 _ROW_WINDOW = 1 << 16
@@ -194,7 +195,7 @@ class Evictor:
 
     def _choose(self, pool: SlotPool, owner: SlotClass, count: int) -> _Chosen:
         ranges = owner.free.ranges()
-        if owner.slots <= _WINDOW_SLOTS:
+        if owner.slots <= _SMALL_CLASS_SLOTS:
             return self._best(pool, _slots_of(ranges, 0, 1), count)
         found = self._oldest(pool, owner, ranges, count)
         if not len(found):  # no block of the sample may go: perhaps some other may
@@ -204,8 +205,8 @@ class Evictor:
     def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
         """Evictable slots of a large class, of those that go first: about `count`, fewer where they lie scattered.
 
-        A sample of the whole class says below which key twice as many lie, and where: chains are stored together, so
-        what is old lies in few windows, and only those are searched.
+        A sample of the whole class says below which key twice as many lie, or a 32nd of all, and where: chains are
+        stored together, so what is old lies in few windows, and only those are searched.
         """
         stride = max(1, owner.slots // _SAMPLE_SLOTS)
         self._hand[pool.tier, owner.key] += 1
@@ -214,7 +215,7 @@ class Evictor:
         if not len(sample):
             return NO_SLOTS
         keys = self._keys(pool, sample)
-        rank = min(-(-2 * count // stride), len(keys) - 1)
+        rank = min(max(-(-2 * count // stride), len(keys) // 32), len(keys) - 1)
         threshold = np.partition(keys, rank)[rank]
         windows, hits = np.unique(sample[keys <= threshold] // _WINDOW_SLOTS, return_counts=True)
         parts: list[U32] = []
