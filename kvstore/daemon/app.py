@@ -113,6 +113,7 @@ class Daemon:
         self._spawn(self._owner.tick_forever())
         if tables.fresh:
             await self._await_paths(opened)
+        self._movers.serving = True
         self._descriptors.listen(sockets.bind_descriptors())
         await self._services.start()
         sockets.open_to_group()

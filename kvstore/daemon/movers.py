@@ -30,6 +30,9 @@ __all__ = ["Movers"]
 _LOG = Log("movers")
 _RETRY_S = 0.05
 _WARN_AFTER_S = 5.0
+_BUSY_AT_START_S = (
+    2.5  # an old mover ends its I/O in less; below the time that a fresh start waits for its paths
+)
 _OPEN_RETRY_S = 30.0
 _FLUSH_POLL_S = 0.05
 
@@ -55,6 +58,8 @@ class Movers:
         self._old = {name: fd for name, fd in inherited.items() if name.startswith("mover-")}
         self._paths: dict[int, MoverPath] = {}
         self.slabs = SlabTable(tables.columns, {} if tables.fresh else inherited)
+        self.serving = False
+        """Whether the daemon is ready: from then on a path that cannot be used is a warning, never the end."""
         owner.on_settle(self.pump)
         memory.listen(self._extent_added, lambda _: None)
 
@@ -101,21 +106,23 @@ class Movers:
 
     async def _open(self, path: NvmePath) -> OpenPath:
         topic = f"open-{path.path}"
-        waited_s = 0.0
+        began_s = asyncio.get_running_loop().time()
         while True:
             try:
                 found = await asyncio.to_thread(
                     open_path, path, self._owner.config, self._secret, read_index=self._tables.fresh
                 )
             except (KvstoreError, OSError) as error:
-                busy = isinstance(error, AlreadyExists) and waited_s < _WARN_AFTER_S
-                if self._tables.fresh and not busy and isinstance(error, ConfigError | AlreadyExists):
+                waited_s = asyncio.get_running_loop().time() - began_s
+                starting = self._tables.fresh and not self.serving
+                patience_s = _BUSY_AT_START_S if starting else _WARN_AFTER_S
+                busy = isinstance(error, AlreadyExists) and waited_s < patience_s
+                if starting and not busy and isinstance(error, ConfigError | AlreadyExists):
                     raise  # nothing is lost yet: better no start than a service without its disk
                 if not busy and self._owner.warnings.get(topic) != str(error):
                     _LOG.warning("path not open", path=path.path, error=error)
                     self._owner.warnings[topic] = str(error)
                 delay_s = _RETRY_S if isinstance(error, AlreadyExists) else _OPEN_RETRY_S
-                waited_s += delay_s
                 await asyncio.sleep(delay_s)
                 continue
             self._owner.warnings.pop(topic, None)

@@ -16,7 +16,7 @@ import pytest
 from kvstore.config import Durability
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
+from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
 from tests.support.raw_client import SLOT_BYTES, RawClient
 from tiers.nvme.slab import list_slabs
 
@@ -233,6 +233,23 @@ def test_a_smaller_capacity_keeps_what_fits(place: Path) -> None:
     with started(smaller) as service:
         assert service.tier("nvme").sealed_slots == 20
         assert service.tier("nvme").allocated_bytes <= 64 * MIB
+
+
+def test_a_path_in_use_ends_a_second_daemon_in_one_line(place: Path) -> None:
+    """A second daemon over a path in use said it was ready, died with a traceback, and came back without its disk."""
+    with started(small_config(place, nvme_bytes=128 * MIB)) as first:
+        pid = first.daemon_pid
+        config = replace(first.config, socket=str(place / "two.sock"))
+        second = start(config, place / "two.log")
+        try:
+            assert second.process.wait(DEADLINE_S) == 1
+        finally:
+            second.stop()
+        said = (place / "two.log").read_text()
+        assert f"is in use by another kvstore daemon or its mover (pid {pid})" in said
+        assert "ready" not in said
+        assert "Traceback" not in said
+        assert first.daemon_pid == pid
 
 
 def test_a_slab_table_outlives_the_daemon(place: Path) -> None:
