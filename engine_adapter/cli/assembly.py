@@ -18,12 +18,20 @@ from engine_adapter.engine.source import ModelSource, find_model
 from engine_adapter.fingerprint import model_geometry, namespace_parts
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
+from kvstore.geometry import Geometry
 from kvstore.units import format_size
 
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["EngineOptions", "default_listen", "open_engine", "share_the_cpu"]
+__all__ = [
+    "EngineOptions",
+    "default_listen",
+    "engine_settings",
+    "open_engine",
+    "share_the_cpu",
+    "store_geometry",
+]
 
 _MAX_SLUG_CHARACTERS = 32
 _KV_DTYPE = "float32"  # of the engine's KV on the CPU
@@ -63,7 +71,7 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
     Raises ModelError for a model that cannot run, and what connecting to the daemon raises.
     """
     source = find_model(options.worker.model)
-    settings = _settings(options)
+    settings = engine_settings(options.worker, deterministic=options.deterministic)
     with _block_manager(options, source, settings) as blocks:
         tell("loading torch")
         from engine_adapter.engine.engine import Engine
@@ -76,14 +84,19 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
         yield engine
 
 
-def _settings(options: EngineOptions) -> EngineSettings:
-    worker = options.worker
+def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSettings:
+    """How the engine runs with this configuration."""
     return EngineSettings(
-        deterministic=options.deterministic,
+        deterministic=deterministic,
         chunk_tokens=worker.chunk_tokens,
         max_running=worker.max_requests,
         threads=worker.threads or len(os.sched_getaffinity(0)),
     )
+
+
+def store_geometry(source: ModelSource, worker: WorkerConfig) -> Geometry:
+    """The shape of a block of this model with this configuration."""
+    return model_geometry(source, block_tokens=worker.block_tokens, dtype=_KV_DTYPE)
 
 
 @contextmanager
@@ -91,7 +104,7 @@ def _block_manager(
     options: EngineOptions, source: ModelSource, settings: EngineSettings
 ) -> Iterator[BlockManager]:
     """Pages: the store's, or this process's own where there is no cache."""
-    geometry = model_geometry(source, block_tokens=options.worker.block_tokens, dtype=_KV_DTYPE)
+    geometry = store_geometry(source, options.worker)
     pages = options.worker.hbm_bytes // geometry.slot_bytes
     if pages < 1:
         raise ConfigError(

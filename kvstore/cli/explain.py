@@ -1,7 +1,7 @@
 """Say why a prompt is a miss: the first block that is not cached, and the cause.
 
-Blocks are named by hash, and a hash by everything that makes KV interchangeable, so two files are needed: the parts of
-the namespace (a JSON object of tag to text, or to {"hex": "…"}) and the prompt's token ids (a JSON list).
+The question as such, for tokens in a namespace; `engine_adapter.cli.explain` is the command, which also knows the
+namespaces and the tokens of the bundled engine.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,22 +20,23 @@ from kvstore.identity import HashChain
 from kvstore.units import format_count
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["explain"]
+__all__ = ["explain_files", "explain_tokens"]
 
 
-def explain(
-    *,
-    namespace: Annotated[Path, typer.Option(help="JSON object with the parts of the namespace.")],
-    tokens: Annotated[Path, typer.Option(help="JSON list with the token ids of the prompt.")],
-    socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say why a prompt is a miss."""
+def explain_files(namespace: Path, tokens: Path, *, socket: str | None, as_json: bool) -> None:
+    """Prints why the prompt in two files is a miss. Raises InvalidArgument for files that are not as they must be."""
     parts = _parts(_load(namespace), namespace)
     token_ids = _load(tokens)
     if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
         raise InvalidArgument(f"{tokens}: a JSON list of token ids is needed")
     block_tokens = _block_tokens(parts, namespace)
+    explain_tokens(parts, token_ids, block_tokens, socket=socket, as_json=as_json)
+
+
+def explain_tokens(
+    parts: Mapping[str, bytes], token_ids: list[int], block_tokens: int, *, socket: str | None, as_json: bool
+) -> None:
+    """Prints why these tokens are a miss in the namespace of `parts`."""
     told, blocks = _ask(socket, parts, token_ids, block_tokens)
     if as_json:
         print(json.dumps(_as_dict(told, blocks, len(token_ids), block_tokens)))
