@@ -32,6 +32,7 @@ _LOG = Log("descriptors")
 _MAX_STRANGERS = 64
 _BACKLOG = 512  # a full one refuses at once: processes that start together must all fit
 _HELLO_TIMEOUT_S = 5.0
+_MAX_REFUSALS = 64  # that one connection gets logged, and that wait for it unread; more are counted only
 _UCRED = struct.Struct("3i")
 
 
@@ -42,6 +43,7 @@ class _Connection:
         sock.setblocking(False)
         self.socket = sock
         self.member: Member | None = None
+        self.refusals = 0
         self.giving: int | None = None
         """Descriptor of the HBM extent that this peer is giving right now: it is told by Accepted, not by Extent."""
         self._server = server
@@ -63,6 +65,11 @@ class _Connection:
             self._queue.append((message, tuple(os.dup(fd) for fd in fds)))
             if len(self._queue) == 1:
                 self._flush()
+
+    @property
+    def unread(self) -> int:
+        """Messages that wait for the peer to read."""
+        return len(self._queue)
 
     def _flush(self) -> None:
         while self._queue:
@@ -268,8 +275,11 @@ class DescriptorServer:
     def refuse(self, connection: _Connection, error: KvstoreError) -> None:
         """Tells a peer; a stranger is then disconnected, a member is not: its end must stay visible."""
         self._owner.counters.add("descriptor_refusals_total")
-        _LOG.warning("refused", member=connection.member is not None, error=error)
-        connection.send(wire.Refused(text=str(error)))
+        connection.refusals += 1
+        if connection.refusals <= _MAX_REFUSALS:
+            _LOG.warning("refused", member=connection.member is not None, error=error)
+        if connection.unread < _MAX_REFUSALS:
+            connection.send(wire.Refused(text=str(error)))
         if connection.member is None:
             self.disconnect(connection)
 

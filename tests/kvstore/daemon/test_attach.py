@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvstore.config import Limits
 from kvstore.layout import Tier
 from kvstore.wire import descriptors as wire
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.support.daemon import Service, small_config, started, wait_for
+from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
 from tests.support.raw_client import SLOT_BYTES, RawClient, attach_request, namespace_parts
 
 Make = Callable[[], RawClient]
@@ -184,6 +186,36 @@ def test_garbage_from_a_member_is_refused_and_the_member_stays(client: Make, ser
     one.connection.send(b"garbage")
     assert isinstance(one.receive_descriptor(), wire.Refused)
     assert isinstance(one.give_hbm(4), wire.Accepted)
+
+
+def test_a_flood_of_garbage_is_not_answered_without_end(client: Make, service: Service) -> None:
+    """A member that sent garbage and read nothing had a refusal queued, and a line logged, for every packet."""
+    one = client().begin()
+    assert one.connection is not None
+    refused, logged = (
+        service.stats().counters["descriptor_refusals_total"],
+        service.log.read_text().count("refused"),
+    )
+    one.connection.setblocking(False)
+    sent = 0
+    until_s = time.monotonic() + DEADLINE_S
+    while sent < 2000 and time.monotonic() < until_s:
+        try:
+            one.connection.send(b"garbage")
+            sent += 1
+        except BlockingIOError:
+            time.sleep(0.001)
+    one.connection.settimeout(DEADLINE_S)
+    wait_for("all", lambda: service.stats().counters["descriptor_refusals_total"] - refused == sent == 2000)
+    assert service.log.read_text().count("refused") - logged <= 64
+    answers = 0
+    one.connection.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        while isinstance(one.receive_descriptor(), wire.Refused):
+            answers += 1
+    assert 0 < answers < 1000
+    one.connection.settimeout(DEADLINE_S)
+    assert isinstance(one.give_hbm(4), wire.Accepted), "the member is as good as before"
 
 
 @pytest.mark.parametrize(
