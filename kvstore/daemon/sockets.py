@@ -52,8 +52,16 @@ class Sockets:
             folder.mkdir(mode=0o750 if self._group is not None else 0o700, parents=True)
             if self._group is not None:
                 os.chown(folder, -1, self._group)
-        if folder.stat().st_uid != os.geteuid() and not folder.stat().st_mode & stat.S_ISVTX:
-            raise ConfigError(f"socket: {folder} belongs to another user")
+        status = folder.stat()
+        if status.st_uid not in (
+            os.geteuid(),
+            0,
+        ):  # its owner could put a socket of his own there, sticky bit or not
+            raise ConfigError(f"socket: {folder} belongs to another user (uid {status.st_uid})")
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"socket: everybody may write to {folder}: chmod it, or choose another --socket"
+            )
 
     def bind_descriptors(self) -> socket.socket:
         """The descriptor socket, bound, 0600: memory is shared with the daemon's own user alone."""
