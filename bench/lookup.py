@@ -3,9 +3,9 @@
 A real daemon in a temporary folder holds a million blocks of 4 KiB in its HBM twin, stored over the stream as an engine
 stores them, in chains of 4,096 (a block's size does not matter here: no byte of it is looked at). `match` is the local
 lookup in the mapped tables; `call` is one acquire over the stream, from the call to the grant in hand, its release not
-counted. `random` looks up blocks of all chains in random order instead of chains. Loaded means: one client reads blocks
-back from disk through a DRAM tier too small for them, as fast as it goes, and another one stores new blocks, each in
-the place of one that is evicted. The eight clients are eight processes, each with 1,024 chained blocks a call (32k
+counted. `random` looks up blocks of all chains in random order instead of chains. Loaded means: another client reads
+blocks back from disk, as fast as it goes, through DRAM and HBM tiers too small for them, so movers and eviction never
+rest; `storing` adds one that stores new blocks as fast as it goes, each in the place of one that is evicted. The eight clients are eight processes, each with 1,024 chained blocks a call (32k
 tokens at 32 tokens a block). The ratio of 10 M to 10 k rows is taken on the store alone, in this process.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,15 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvstore
-from bench.blocks import ANSWER_S, LARGE, SMALL, chains, fill, parts
+from bench.blocks import ANSWER_S, SMALL, chains, fill, parts
 from bench.load import LoadPlan, spawn
 from bench.scale import scale_ratio
 from bench.service import Service, serve
-from bench.timing import median, percentile, sample_ms
-from kvstore.client import DeviceSpec, Namespace, Session, Targets
-from kvstore.errors import KvstoreError
+from bench.timing import median
+from kvstore.client import DeviceSpec, Targets
 from kvstore.layout import table_bytes
-from kvstore.moves import Outcome
 
 __all__ = ["FULL", "SHORT", "LookupPlan", "LookupResult", "Pair", "measure"]
 
@@ -40,9 +38,6 @@ _CHAIN = 4096
 _LENGTHS = (1024, 4096)
 _EXTENT_BYTES = 64 << 20
 _SPARE_SLOTS = 16384
-_DISK_HBM_SLOTS = 192
-_WARM_UP_S = 1.0
-_ENDLESS_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,31 +98,28 @@ class LookupResult:
 
     chained: Pair
     random: Pair
-    call_p99_ms_loaded: float
+    loaded: Loaded
+    storing: Loaded
     calls_per_s_8_clients: float
     matches_per_s_8_clients: float
     scale_ratio_10k_to_10m: float
     index_bytes_per_block: float
     daemon_private_bytes_per_block: float
-    loaded_blocks_read_per_s: float
-    loaded_blocks_stored_per_s: float
 
     def to_json(self) -> dict[str, object]:
         """The object that `--json` prints."""
         return {
             "match_ms": self.chained.match_ms,
             "call_ms": self.chained.call_ms,
-            "call_p99_ms_loaded": self.call_p99_ms_loaded,
+            "call_p99_ms_loaded": self.loaded.call_p99_ms,
             "calls_per_s_8_clients": self.calls_per_s_8_clients,
             "matches_per_s_8_clients": self.matches_per_s_8_clients,
             "scale_ratio_10k_to_10m": self.scale_ratio_10k_to_10m,
             "index_bytes_per_block": self.index_bytes_per_block,
             "random": {"match_ms": self.random.match_ms, "call_ms": self.random.call_ms},
             "daemon_private_bytes_per_block": self.daemon_private_bytes_per_block,
-            "loaded": {
-                "blocks_read_per_s": self.loaded_blocks_read_per_s,
-                "blocks_stored_per_s": self.loaded_blocks_stored_per_s,
-            },
+            "loaded": asdict(self.loaded),
+            "storing": asdict(self.storing),
         }
 
 
@@ -141,7 +133,7 @@ def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = 
     hbm_bytes = _hbm_bytes(plan)
     settings = {
         "max_rows": str(plan.max_rows),
-        "hbm": str(hbm_bytes + _DISK_HBM_SLOTS * LARGE.slot_bytes + 2 * _EXTENT_BYTES),
+        "hbm": str(hbm_bytes + HBM_BYTES + 2 * _EXTENT_BYTES),
         "min_slot": "4KiB",
         "dram": plan.dram,
         "nvme": "{folder}/nvme:" + plan.nvme,
@@ -153,7 +145,8 @@ def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = 
             "bench-lookup", SMALL, DeviceSpec(hbm_bytes=hbm_bytes), targets=targets
         ) as session:
             namespace = session.open_namespace(parts(SMALL, "bench"))
-            run = _Run(plan=plan, say=say, service=service, session=session, namespace=namespace)
+            caller = Caller(session=session, namespace=namespace)
+            run = _Run(plan=plan, say=say, service=service, caller=caller)
             return _measure_daemon(run, ratio)
 
 
@@ -164,16 +157,15 @@ class _Run:
     plan: LookupPlan
     say: Callable[[str], None]
     service: Service
-    session: Session
-    namespace: Namespace
+    caller: Caller
 
 
 def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
     plan = run.plan
     run.say(f"storing {plan.rows:,} blocks")
     empty_bytes = run.service.daemon_resident_bytes()
-    cached = chains(run.namespace.key, plan.rows, _CHAIN, seed=1)
-    fill(run.session, run.namespace, cached)
+    cached = chains(run.caller.namespace.key, plan.rows, _CHAIN, seed=1)
+    fill(run.caller.session, run.caller.namespace, cached)
     prompts = [chain for chain in cached if len(chain) == _CHAIN]
     run.say("match and acquire, chained and random")
     chained, random = _pair(run, prompts), _pair(run, _shuffled(prompts))
@@ -190,24 +182,28 @@ def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
     calls = _throughput("calls", load, plan.clients)
     matches = _throughput("matches", load, plan.clients)
     run.say("acquire while disk reads and eviction run")
-    p99_ms, read_per_s, stored_per_s = _loaded(run, load, prompts)
-    shape = run.session.tables.tables.columns.shape
+    disk = replace(load, chains=plan.disk_chains)
+    loaded, storing = (
+        measure_loaded(run.service, run.caller, disk, prompts, roles=roles, samples=plan.loaded_samples)
+        for roles in (("promote",), ("promote", "store"))
+    )
+    shape = run.caller.session.tables.tables.columns.shape
     return LookupResult(
         chained=chained,
         random=random,
-        call_p99_ms_loaded=p99_ms,
+        loaded=loaded,
+        storing=storing,
         calls_per_s_8_clients=calls,
         matches_per_s_8_clients=matches,
         scale_ratio_10k_to_10m=ratio,
         index_bytes_per_block=table_bytes(shape) / shape.max_rows,
         daemon_private_bytes_per_block=private_bytes / plan.rows,
-        loaded_blocks_read_per_s=read_per_s,
-        loaded_blocks_stored_per_s=stored_per_s,
     )
 
 
 def _hbm_bytes(plan: LookupPlan) -> int:
-    wanted = (plan.rows + _SPARE_SLOTS) * SMALL.slot_bytes
+    # More than the fiftieth that the background keeps free: what is stored first must still be there at the end.
+    wanted = (plan.rows + max(_SPARE_SLOTS, plan.rows // 40)) * SMALL.slot_bytes
     return -(-wanted // _EXTENT_BYTES) * _EXTENT_BYTES
 
 
@@ -221,44 +217,17 @@ def _shuffled(prompts: Sequence[U64]) -> list[U64]:
 def _pair(run: _Run, prompts: Sequence[U64]) -> Pair:
     """Each sample another prompt; all have been looked up once, so that the tables are mapped here."""
     for prompt in prompts:
-        run.session.match(run.namespace, prompt)
+        run.caller.session.match(run.caller.namespace, prompt)
     source, samples = itertools.cycle(prompts), run.plan.samples
     match_ms, call_ms = {}, {}
     gc.disable()
     try:
         for length in _LENGTHS:
-            match_ms[str(length)] = median(_match_ms(run, source, length, samples))
-            call_ms[str(length)] = median(_call_ms(run, source, itertools.repeat(length), samples))
+            match_ms[str(length)] = median(run.caller.match_ms(source, length, samples))
+            call_ms[str(length)] = median(run.caller.call_ms(source, itertools.repeat(length), samples))
     finally:
         gc.enable()
     return Pair(match_ms=match_ms, call_ms=call_ms)
-
-
-def _match_ms(run: _Run, prompts: Iterator[U64], length: int, samples: int) -> list[float]:
-    def look() -> None:
-        found = run.session.match(run.namespace, next(prompts)[:length])
-        if found.hits != length:
-            raise KvstoreError(f"only {found.hits} of {length} blocks are cached")
-
-    return sample_ms(look, samples)
-
-
-def _call_ms(run: _Run, prompts: Iterator[U64], lengths: Iterator[int], samples: int) -> list[float]:
-    """From the call to the grant. The release that follows is not timed, and is done before the next call."""
-    session, times = run.session, []
-    for lease in range(1, samples + 1):
-        hashes = next(prompts)[: next(lengths)]
-        start = time.perf_counter_ns()
-        pending = session.acquire(run.namespace, lease, hashes)
-        grant = pending.result(ANSWER_S)
-        times.append((time.perf_counter_ns() - start) / 1e6)
-        if (grant.outcomes != Outcome.HIT_HBM).any():
-            hits = int((grant.outcomes == Outcome.HIT_HBM).sum())
-            raise KvstoreError(f"only {hits} of {len(hashes)} blocks are cached")
-        pending.abandon()
-        session.step()
-        session.acquire(run.namespace, lease, hashes[:0]).result(ANSWER_S)  # in order: the release is done
-    return times
 
 
 def _throughput(role: str, load: LoadPlan, clients: int) -> float:
@@ -269,23 +238,3 @@ def _throughput(role: str, load: LoadPlan, clients: int) -> float:
         time.sleep(load.seconds)
         done = [worker.result(ANSWER_S) for worker in workers]
     return sum(each["count"] / each["seconds"] for each in done)
-
-
-def _loaded(run: _Run, load: LoadPlan, prompts: Sequence[U64]) -> tuple[float, float, float]:
-    """99th percentile of an acquire in ms, and what the others do meanwhile a second: blocks read and blocks stored."""
-    endless = replace(load, seconds=_ENDLESS_S)
-    disk = replace(
-        endless, blocks=64, chains=run.plan.disk_chains, hbm_bytes=_DISK_HBM_SLOTS * LARGE.slot_bytes
-    )
-    store = replace(endless, blocks=256)
-    hot = itertools.cycle(prompts[-8:])  # the others are evicted in the meantime
-    with spawn("promote", disk) as (reader,), spawn("store", store) as (writer,):
-        _call_ms(run, hot, itertools.repeat(_CHAIN), 8)
-        reader.go()
-        writer.go()
-        time.sleep(_WARM_UP_S)
-        times = _call_ms(run, hot, itertools.cycle(_LENGTHS), run.plan.loaded_samples)
-        if not (reader.running() and writer.running()):
-            raise KvstoreError("a load client ended before the measurement did")
-        read, stored = (worker.result(ANSWER_S) for worker in (reader, writer))
-    return percentile(times, 99), read["count"] / read["seconds"], stored["count"] / stored["seconds"]
