@@ -100,6 +100,7 @@ def _lookup_figures(result: Mapping[str, Any]) -> list[Figure]:
         for key in bounds
         for blocks, value in result["random"][key].items()
     ]
+    figures.append(Figure(name="call p99, storing too", value=result["storing"]["call_p99_ms"], unit="ms"))
     for key, unit, bound in (
         ("call_p99_ms_loaded", "ms", 10.0),
         ("scale_ratio_10k_to_10m", "", 2.0),

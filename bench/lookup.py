@@ -5,8 +5,9 @@ stores them, in chains of 4,096 (a block's size does not matter here: no byte of
 lookup in the mapped tables; `call` is one acquire over the stream, from the call to the grant in hand, its release not
 counted. `random` looks up blocks of all chains in random order instead of chains. Loaded means: another client reads
 blocks back from disk, as fast as it goes, through DRAM and HBM tiers too small for them, so movers and eviction never
-rest; `storing` adds one that stores new blocks as fast as it goes, each in the place of one that is evicted. The eight clients are eight processes, each with 1,024 chained blocks a call (32k
-tokens at 32 tokens a block). The ratio of 10 M to 10 k rows is taken on the store alone, in this process.
+rest; `storing` adds one that stores new blocks as fast as it goes, each in the place of one that is evicted. The eight
+clients are eight processes, each with 1,024 chained blocks a call (32k tokens at 32 tokens a block). The ratio of 10 M
+to 10 k rows is taken on the store alone, in this process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 
 import kvstore
 from bench.blocks import ANSWER_S, SMALL, chains, fill, parts
+from bench.calls import Caller
 from bench.load import LoadPlan, spawn
+from bench.loaded import HBM_BYTES, Loaded, measure_loaded
 from bench.scale import scale_ratio
 from bench.service import Service, serve
 from bench.timing import median

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,11 @@ class Service:
     def socket(self) -> Path:
         """Where it listens."""
         return self.folder / "kvstore.sock"
+
+    def counters(self) -> Counter[str]:
+        """The daemon's counters; one that has not counted yet is 0."""
+        with kvstore.connect(self.socket) as client:
+            return Counter(client.stats().counters)
 
     def daemon_resident_bytes(self) -> int:
         """Resident memory of the daemon process, shared mappings not counted."""

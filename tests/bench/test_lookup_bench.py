@@ -22,7 +22,7 @@ TINY = replace(
     rows=8192,
     max_rows=1 << 16,
     samples=3,
-    loaded_samples=4,
+    loaded_samples=40,
     clients=2,
     seconds=0.1,
     disk_chains=5,
@@ -52,16 +52,20 @@ def test_every_figure_is_there(short_path: Path) -> None:
         "scale_ratio_10k_to_10m",
         "index_bytes_per_block",
         "random",
+        "loaded",
+        "storing",
     }
     for pair in (found, found["random"]):
         assert isinstance(pair, dict)
         for key in ("match_ms", "call_ms"):
             assert set(pair[key]) == {"1024", "4096"}
             assert all(value > 0 for value in pair[key].values())
-    loaded = found["loaded"]
-    assert isinstance(loaded, dict)
-    assert loaded["blocks_read_per_s"] > 0, "nothing was read from disk while it was called loaded"
-    assert loaded["blocks_stored_per_s"] > 0, "nothing was evicted while it was called loaded"
+    for name in ("loaded", "storing"):
+        loaded = found[name]
+        assert isinstance(loaded, dict)
+        assert loaded["blocks_read_per_s"] > 0, "nothing was read from disk while it was called loaded"
+        assert loaded["evictions_per_s"] > 0, "nothing was evicted while it was called loaded"
+    assert found["call_p99_ms_loaded"] == found["loaded"]["call_p99_ms"]  # type: ignore[index]
     assert len(said) == 6
     assert list(short_path.iterdir()) == [], "nothing is left on the disk"
 
