@@ -144,8 +144,9 @@ class Mover:
             )
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
         count = config.threads or probe_threads(directory)
-        self._queue = WorkQueue(max_writes=max(1, count - 1))
-        self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count)]
+        # One thread more than may write: with one less of two, writes alone would take turns with their own checksums.
+        self._queue = WorkQueue(max_writes=count)
+        self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count + 1)]
         self._send(wire.Ready(threads=count))
 
     def run(self) -> None:
