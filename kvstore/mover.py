@@ -79,24 +79,33 @@ class WorkQueue:
         """The next job; waits for one; None once the queue is closed."""
         with self._condition:
             while not self._closed:
-                may_write = bool(self._writes) and self._running_writes < self._max_writes
-                if self._syncs:
-                    return self._syncs.popleft()
-                if self._reads and not (may_write and self._reads_in_row >= _READS_PER_WRITE):
-                    self._reads_in_row += 1
-                    return self._reads.popleft()
-                if may_write:
-                    self._reads_in_row = 0
-                    self._running_writes += 1
-                    return self._writes.popleft()
+                job = self._next()
+                if job is not None:
+                    if self._syncs or self._reads or self._may_write():
+                        self._condition.notify()  # who takes one wakes who can take the next, and nobody else
+                    return job
                 self._condition.wait()
             return None
 
+    def _next(self) -> _Job | None:
+        if self._syncs:
+            return self._syncs.popleft()
+        if self._reads and not (self._may_write() and self._reads_in_row >= _READS_PER_WRITE):
+            self._reads_in_row += 1
+            return self._reads.popleft()
+        if self._may_write():
+            self._reads_in_row = 0
+            self._running_writes += 1
+            return self._writes.popleft()
+        return None
+
+    def _may_write(self) -> bool:
+        return bool(self._writes) and self._running_writes < self._max_writes
+
     def write_done(self) -> None:
-        """A write that `get` gave has ended."""
+        """A write that `get` gave has ended; the caller comes for its next job at once."""
         with self._condition:
             self._running_writes -= 1
-            self._condition.notify()
 
     def close(self) -> None:
         """Forgets what waits; `get` gives None from now on."""

@@ -18,7 +18,7 @@ from kvstore.units import MIB
 __all__ = ["DEFAULT_THREADS", "probe_threads"]
 
 DEFAULT_THREADS = 4
-_CHOICES = (1, 2, 4, 8)
+_CHOICES = (2, 4, 8)
 _FILE_BYTES = 32 * MIB
 _CALL_BYTES = MIB
 _BUDGET_S = 1.0
@@ -30,7 +30,7 @@ _MOST_THREADS = 2 * _CHOICES[-1]
 def probe_threads(directory: Path) -> int:
     """Measured at the first call for a directory and remembered in it; 4 where it cannot be measured.
 
-    Reads 32 MiB with 1, 2, 4 and 8 threads; the file has no name and is gone afterwards. At most about a second.
+    Reads 32 MiB with 2, 4 and 8 threads; the file has no name and is gone afterwards. At most about a second.
     """
     result = directory / _RESULT
     with contextlib.suppress(OSError, ValueError):
