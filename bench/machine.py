@@ -40,7 +40,7 @@ def describe() -> Machine:
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        kernel=platform.release(),
+        kernel=platform.release().partition("-")[0],
         python=platform.python_version(),
         packages={name: found for name in _PACKAGES if (found := _version(name))},
         commit=_commit(),
