@@ -153,20 +153,12 @@ class Sealing:
         if session.device is None or not len(copies):
             return
         state = self._state
-        source, target = copies["source"], copies["target"]
-        good = state.held_slots(state.dram, source, copies["source_generation"], session.holder)
-        good &= state.held_slots(state.hbm, target, copies["target_generation"], session.holder)
-        good &= state.dram.sealed(np.where(good, source, NONE)) & state.hbm.filling(
-            np.where(good, target, NONE)
-        )
-        good[good] = _firsts(target[good])
-        source, target = source[good], target[good]
+        source, target = self._believed(session, copies, state.dram, state.hbm)
         rows = state.dram.row[source]
         mine = state.hbm.row[target]
         linked = mine == rows
-        state.unlink_fills(
-            target[(mine != NONE) & ~linked]
-        )  # reserved for another block than it was filled with
+        # Reserved for another block than it was filled with.
+        state.unlink_fills(target[(mine != NONE) & ~linked])
         free = ~linked & (state.columns.hbm[session.device, rows] == NONE)
         free[free] = _firsts(rows[free])
         publish = linked | free
@@ -181,14 +173,7 @@ class Sealing:
         if session.device is None or not len(copies):
             return
         state = self._state
-        source, target = copies["source"], copies["target"]
-        good = state.held_slots(state.hbm, source, copies["source_generation"], session.holder)
-        good &= state.held_slots(state.dram, target, copies["target_generation"], session.holder)
-        good &= state.hbm.sealed(np.where(good, source, NONE)) & state.dram.filling(
-            np.where(good, target, NONE)
-        )
-        good[good] = _firsts(target[good])
-        source, target = source[good], target[good]
+        source, target = self._believed(session, copies, state.hbm, state.dram)
         rows = state.hbm.row[source]
         free = state.columns.dram[rows] == NONE
         free[free] = _firsts(rows[free])
@@ -199,6 +184,18 @@ class Sealing:
         state.sealed_in_dram.append(rows)
         state.hbm.note_unheld(source)
         state.waits.resolved(rows)
+
+    def _believed(
+        self, session: Session, copies: Records, sources: SlotPool, targets: SlotPool
+    ) -> tuple[U32, U32]:
+        """Sources and distinct targets of the copies that can be true: the session holds both slots under these
+        generations, the source is complete, the target is being filled."""
+        source, target = copies["source"], copies["target"]
+        good = self._state.held_slots(sources, source, copies["source_generation"], session.holder)
+        good &= self._state.held_slots(targets, target, copies["target_generation"], session.holder)
+        good &= sources.sealed(np.where(good, source, NONE)) & targets.filling(np.where(good, target, NONE))
+        good[good] = _firsts(target[good])
+        return source[good], target[good]
 
     # -- releases
 

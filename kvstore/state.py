@@ -18,7 +18,7 @@ from kvstore.ghosts import Ghosts
 from kvstore.layout import GENERATION_SHIFT, MOVER_BIT, NONE, Columns, SessionState, SlotState, Tier
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.sessions import Namespaces, Session, Sessions
-from kvstore.slots import ClassKey, SlotClass, SlotPool
+from kvstore.slots import ClassKey, SlotPool
 from kvstore.table import BlockTable
 from kvstore.waiting import Waits
 
@@ -87,11 +87,6 @@ class StoreState:
     def pool(self, tier: Tier) -> SlotPool:
         """The slots of a tier."""
         return (self.hbm, self.dram, self.nvme)[tier]
-
-    def hbm_class(self, session: Session) -> SlotClass | None:
-        """Class of a session's HBM slots; None without owned HBM."""
-        key = session.hbm_key
-        return None if key is None else self.hbm.class_of(key)
 
     # -- links between rows and slots
 

@@ -20,17 +20,8 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["status"]
 
 _BAR_WIDTH = 12
-_TIER_FIELDS = (
-    "capacity_bytes",
-    "allocated_bytes",
-    "slots",
-    "free_slots",
-    "filling_slots",
-    "sealed_slots",
-    "held_slots",
-    "orphan_slots",
-)
-_SESSION_FIELDS = ("session", "name", "state", "members", "held_hbm_slots", "held_dram_slots", "age_s")
+_TIER_FIELDS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
+_SESSION_FIELDS = tuple(field.name for field in pb.SessionStats.DESCRIPTOR.fields)
 
 
 def status(

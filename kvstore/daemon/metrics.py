@@ -20,16 +20,7 @@ _LOG = Log("metrics")
 _HOST = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 5.0
 _MAX_REQUEST_BYTES = 8192
-_TIER_GAUGES = (
-    "capacity_bytes",
-    "allocated_bytes",
-    "slots",
-    "free_slots",
-    "filling_slots",
-    "sealed_slots",
-    "held_slots",
-    "orphan_slots",
-)
+_TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 
 
 class StatsCollector(Collector):
