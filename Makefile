@@ -14,7 +14,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 GENERATED := kvstore/wire/v1/__init__.py
-READY := $(STAMP) $(GENERATED)
+# Compiled where there is a C compiler; without one nothing is made and hashing stays in Python.
+COMPILED := $(VENV)/.compiled-stamp
+READY := $(STAMP) $(GENERATED) $(COMPILED)
 PROTOS := proto/kvstore/v1/kvstore.proto proto/grpc/health/v1/health.proto
 TORCH_INDEX ?=
 PIP_ARGS ?=
@@ -45,6 +47,10 @@ endif
 
 $(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
 	$(BIN)/python proto/generate.py
+	@touch $@
+
+$(COMPILED): native/hash_chain.c native/build.py | $(STAMP)
+	$(BIN)/python native/build.py
 	@touch $@
 
 proto: $(GENERATED)  ## Generate kvstore/wire/v1 from proto/
@@ -78,5 +84,5 @@ bench: $(READY)  ## Microbenchmarks beside the stored baseline
 	$(BIN)/python -m bench.micro
 
 clean:  ## Remove what was made here, the environment too
-	rm -rf $(VENV) kvstore/wire/v1 build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) kvstore/wire/v1 kvstore/_hash_chain.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

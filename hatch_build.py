@@ -1,16 +1,29 @@
-"""Build hook: generates kvstore/wire/v1/ before a wheel, a source distribution or an editable install is made."""
+"""Build hook: generates kvstore/wire/v1/ and compiles the hash chain before a wheel or an editable install is made."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class GenerateWire(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs proto/generate.py in the build environment, which holds the pinned grpcio-tools."""
+class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Runs proto/generate.py in the build environment, which holds the pinned grpcio-tools, and native/build.py."""
 
     def initialize(self, version: str, build_data: dict[str, object]) -> None:
-        subprocess.run([sys.executable, str(Path(self.root) / "proto" / "generate.py")], check=True)
+        root = Path(self.root)
+        subprocess.run([sys.executable, str(root / "proto" / "generate.py")], check=True)
+        if self.target_name != "wheel":
+            return
+        problem = runpy.run_path(str(root / "native" / "build.py"))["build"]()
+        if problem is not None:
+            self.app.display_warning(f"hashing stays in Python: {problem}")
+        elif version == "standard":
+            # The stable ABI: one wheel for 3.11 and every later version, on this platform alone.
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"cp311-abi3-{platform}"

@@ -5,20 +5,22 @@
     hash_i = BLAKE2b-128 keyed with `key` over  hash_{i-1} (16 zero bytes for i = 0) ‖ tokens of block i, uint32 LE
 
 A keyed hash of 128 bits: without the key nobody can find collisions or test whether a prompt is cached (vLLM
-CVE-2025-25183; NDSS'25 prompt leakage through shared caches). Hashing is the one thing done per block: 0.8-1.6 µs.
-Test vectors: docs/protocol.md. Pure.
+CVE-2025-25183; NDSS'25 prompt leakage through shared caches). Hashing is the one thing done per block: 0.35 µs for 32
+tokens, 0.7-1.6 µs where the compiled helper is absent. Test vectors: docs/protocol.md. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvstore.errors import InvalidArgument
+from kvstore.hash_chain import HASH_BYTES, hash_chain
 
 __all__ = [
     "KEY_BYTES",
@@ -31,9 +33,10 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
-_ROOT = bytes(16)
+_ROOT = bytes(HASH_BYTES)
 _MAX_PART_BYTES = 4096
 _MAX_TOKEN = 0xFFFFFFFF
+_NO_TOKEN = f"token ids are integers between 0 and {_MAX_TOKEN}"
 
 REQUIRED_PARTS = ("model", "weights", "dtype", "block_tokens", "groups")
 """Tags that every namespace states: model id; fingerprint of the weights (revision, sizes, sampled digest); element
@@ -86,34 +89,34 @@ def namespace_key(digest: bytes, secret: bytes) -> bytes:
 def hash_blocks(key: bytes, parent: bytes, token_ids: ArrayLike, block_tokens: int) -> NDArray[np.uint64]:
     """Hashes of the full blocks of `token_ids` that follow `parent` (16 bytes; zeros at the root): [n, 2].
 
-    O(tokens); one Python step a block. A last block that is not full has no hash.
+    O(tokens): 1.4 ms for 131,072 where the helper is compiled, else one Python step a block (kvstore/hash_chain.py). A
+    last block that is not full has no hash.
 
     Raises: InvalidArgument for a parent that is not 16 bytes, no tokens a block, or a token id that is no uint32.
     """
-    if len(parent) != len(_ROOT) or block_tokens < 1:
-        raise InvalidArgument(f"a parent hash has {len(_ROOT)} bytes and a block at least one token")
-    tokens = _as_tokens(token_ids)
-    step = 4 * block_tokens
-    data = tokens.tobytes()[: len(tokens) // block_tokens * step]
-    keyed = hashlib.blake2b(
-        digest_size=len(_ROOT), key=key
-    ).copy  # skips the reading of arguments: 1.4 to 0.8 µs
-    out = []
-    previous = parent
-    for at in range(0, len(data), step):
-        state = keyed()
-        state.update(previous + data[at : at + step])
-        previous = state.digest()
-        out.append(previous)
-    return np.frombuffer(b"".join(out), dtype="<u8").reshape(-1, 2)
+    if len(parent) != HASH_BYTES or block_tokens < 1:
+        raise InvalidArgument(f"a parent hash has {HASH_BYTES} bytes and a block at least one token")
+    packed = hash_chain(key, parent, _as_tokens(token_ids).data, 4 * block_tokens)
+    return np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
 
 
 def _as_tokens(token_ids: ArrayLike) -> NDArray[np.uint32]:
     """Little-endian uint32, contiguous. Casting alone would wrap: token 2**32 would be taken for token 0."""
+    if isinstance(token_ids, list | tuple) and token_ids and type(token_ids[0]) is int:
+        return _packed(token_ids)
     given = np.asarray(token_ids)
     if given.size and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() > _MAX_TOKEN):
-        raise InvalidArgument(f"token ids are integers between 0 and {_MAX_TOKEN}")
+        raise InvalidArgument(_NO_TOKEN)
     return np.ascontiguousarray(given, dtype="<u4").reshape(-1)
+
+
+def _packed(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    """A list's tokens: an `array` refuses what is no uint32 while it converts, in a quarter of numpy's time."""
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument(_NO_TOKEN) from error
+    return np.frombuffer(packed, dtype=np.uint32).astype("<u4", copy=False)
 
 
 class HashChain:
