@@ -44,7 +44,7 @@ class StorePlan:
 
     block_bytes: tuple[int, ...] = (LARGE.slot_bytes, 2 << 20)
     memory_bytes: int = 512 << 20
-    disk_bytes: int = 128 << 20
+    disk_bytes: int = 256 << 20
     rounds: int = 15
 
 

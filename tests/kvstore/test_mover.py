@@ -117,6 +117,20 @@ def test_blocks_go_down_and_come_back(start: Start, harness: Harness) -> None:
     assert wait_dead(link) == 0
 
 
+def test_every_write_is_answered_although_replies_wait_for_each_other(start: Start, harness: Harness) -> None:
+    # Replies of writes are held while there is more to do; those of the last pieces must not stay held.
+    link = start(threads=1)
+    scattered = list(
+        range(0, 42, 2)
+    )  # no two are neighbours: 21 pieces, which no number of held replies divides
+    for slot in scattered:
+        harness.fill(slot)
+    assert link.send_moves(harness.moves_for(scattered)) == len(scattered)
+    found = statuses(wait_for(link, wire.Replies, len(scattered)))
+    assert len(found) == len(scattered)
+    assert set(found.values()) == {MoveStatus.OK}
+
+
 def test_replies_of_many_pieces_come_as_one_message(start: Start, harness: Harness) -> None:
     """The daemon's loop was entered once for each block, and a full disk queue cost it its answer times."""
     link = start()
