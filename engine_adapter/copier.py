@@ -2,8 +2,8 @@
 
 A batch is submitted with a callback and completes as a whole, in the order of submission within one direction; loads
 overtake stores, because a request waits for a load and nobody waits for a store. The store learns of a copy only after
-its completion, so the copier's word is what makes a block readable. A CUDA copier puts the same batches on two streams
-and completes them by events; nothing else of the adapter changes.
+its completion, so the copier's word is what makes a block readable. `cuda_copier` puts the same batches on streams and
+completes them by events; nothing else of the adapter changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvstore.faults import fault
 
-__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier"]
+__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier", "complete"]
 
 _LOG = logging.getLogger("kvstore.copier")
 _PIECE_BYTES = 16 << 20
@@ -36,15 +36,17 @@ class Direction(IntEnum):
     STORE = 1  # HBM → DRAM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyBatch:
-    """Blocks to copy, each `nbytes` long. `done` is called once, on the copier's thread, when all are copied."""
+    """Blocks to copy, each `nbytes` long. `done` is called once, on a copier's thread, when all are copied."""
 
     direction: Direction
     sources: NDArray[np.uint64]  # [n] addresses
     targets: NDArray[np.uint64]  # [n] addresses
     nbytes: int
     done: Callable[[], None]
+    after: int | None = None
+    """A CUDA event, alive until `done`, that has to come first; None: nothing. The twin's memory is always ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +65,22 @@ class Copier(Protocol):
         """Takes a batch, or returns False where too many blocks of its direction are under way: try again later."""
         ...
 
+    def cancel(self, batch: CopyBatch) -> bool:
+        """Takes a batch back. True: nothing of it is ever copied, and `done` is never called. False: too late."""
+        ...
+
     def close(self, timeout_s: float) -> None:
         """Finishes what was taken and ends. After it no memory is touched."""
         ...
+
+
+def complete(batch: CopyBatch) -> None:
+    """Calls `done`, on a copier's thread: one callback that fails must not end all later copies."""
+    fault("copy.done")
+    try:
+        batch.done()
+    except Exception:  # noqa: BLE001 (a thread's boundary)
+        _LOG.exception("a completion failed")
 
 
 class TwinCopier:
@@ -95,6 +110,16 @@ class TwinCopier:
             self._work.notify()
         return True
 
+    def cancel(self, batch: CopyBatch) -> bool:
+        """See Copier."""
+        with self._lock:
+            queue = self._queues[batch.direction]
+            if batch not in queue:
+                return False
+            queue.remove(batch)
+            self._waiting[batch.direction] -= len(batch.sources)
+        return True
+
     def close(self, timeout_s: float = 10.0) -> None:
         """See Copier."""
         with self._lock:
@@ -113,6 +138,7 @@ class TwinCopier:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
+            fault("copy.issued")
             step = len(batch.sources)
             if batch.direction is Direction.STORE:
                 step = max(1, _PIECE_BYTES // batch.nbytes)
@@ -155,8 +181,4 @@ class TwinCopier:
         with self._lock:
             self._waiting[batch.direction] -= len(batch.sources)
             self._copied[batch.direction] += len(batch.sources)
-        fault("copy.done")
-        try:
-            batch.done()
-        except Exception:  # noqa: BLE001 (a thread's boundary: one callback must not end all later copies)
-            _LOG.exception("a completion failed")
+        complete(batch)

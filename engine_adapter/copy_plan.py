@@ -1,0 +1,105 @@
+"""How a batch of blocks is cut before it is issued: runs of neighbours, what goes which way, portions. Pure numpy.
+
+A run is blocks that are neighbours on both sides: one copy. It ends where another pinned range begins, since the driver
+refuses a copy that leaves the range it began in. A block in a short run stays a piece of its own, so that every piece
+of the small way has one size, which the kernels rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Pieces", "portions", "runs", "shares", "split"]
+
+U64 = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """[n] copies."""
+
+    sources: U64
+    targets: U64
+    sizes: U64
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all. O(n)."""
+        return int(self.sizes.sum())
+
+    def part(self, begin: int, end: int) -> Pieces:
+        """The pieces [begin, end), shared."""
+        return Pieces(
+            sources=self.sources[begin:end], targets=self.targets[begin:end], sizes=self.sizes[begin:end]
+        )
+
+
+def runs(
+    sources: U64, targets: U64, nbytes: int, *, borders: Sequence[U64] = (), max_run_bytes: int
+) -> NDArray[np.intp]:
+    """Where runs of blocks begin: [r] positions, the first is 0. O(n), and O(n log n) with borders.
+
+    `borders`: addresses at which a run may begin and which none may cross.
+    """
+    count = len(sources)
+    step = np.uint64(nbytes)
+    neighbours = (sources[1:] == sources[:-1] + step) & (targets[1:] == targets[:-1] + step)
+    if not neighbours.any():
+        return np.arange(count)
+    for addresses in borders:
+        neighbours &= ~np.isin(sources[1:], addresses) & ~np.isin(targets[1:], addresses)
+    begins = np.flatnonzero(np.concatenate([[True], ~neighbours]))
+    lengths = np.diff(np.append(begins, count))
+    within = np.arange(count) - np.repeat(begins, lengths)
+    return np.flatnonzero(within % max(1, max_run_bytes // nbytes) == 0)
+
+
+def split(
+    sources: U64, targets: U64, nbytes: int, begins: NDArray[np.intp], *, large_from_bytes: int
+) -> tuple[Pieces, Pieces]:
+    """The large pieces, each a run of at least `large_from_bytes`, and the blocks of all shorter runs. O(n)."""
+    lengths = np.diff(np.append(begins, len(sources)))
+    large = lengths * nbytes >= large_from_bytes
+    first = begins[large]
+    small = np.flatnonzero(~np.repeat(large, lengths))
+    return (
+        Pieces(
+            sources=sources[first],
+            targets=targets[first],
+            sizes=lengths[large].astype(np.uint64) * np.uint64(nbytes),
+        ),
+        Pieces(
+            sources=sources[small],
+            targets=targets[small],
+            sizes=np.full(len(small), nbytes, dtype=np.uint64),
+        ),
+    )
+
+
+def portions(pieces: Pieces, *, max_bytes: int, max_pieces: int) -> Iterator[Pieces]:
+    """In their order, as many pieces at once as the bounds allow, and at least one."""
+    ends = np.cumsum(pieces.sizes)
+    begin, count = 0, len(pieces)
+    while begin < count:
+        before = int(ends[begin - 1]) if begin else 0
+        fits = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        end = min(max(fits, begin + 1), begin + max_pieces, count)
+        yield pieces.part(begin, end)
+        begin = end
+
+
+def shares(pieces: Pieces, weights: Sequence[int]) -> Iterator[Pieces]:
+    """As many parts as weights, in proportion to them; a part may be empty."""
+    total, begin, taken = sum(weights), 0, 0
+    for weight in weights:
+        taken += weight
+        end = len(pieces) * taken // total
+        yield pieces.part(begin, end)
+        begin = end
