@@ -88,7 +88,13 @@ class NvmeTier:
         self._notify = notify
         self._noticed: dict[str, float] = {}
         self._slabs: dict[int, Slab] = {}  # by extent
-        self._files = threading.Lock()  # a sync never meets a descriptor that is being closed
+        self._files = (
+            threading.Lock()
+        )  # guards the next and `_slabs` where they change; never held over a disk's answer
+        self._in_sync: Slab | None = None  # closed by its sync, not by whoever drops it meanwhile
+        self._syncs = (
+            threading.Lock()
+        )  # one at a time: a second would take what the first has not ended for done
         self._thread = threading.local()
 
     @property
@@ -102,19 +108,21 @@ class NvmeTier:
         if self._direct and not slab.direct:
             self._notice("direct", f"{self._directory} refuses O_DIRECT: blocks go through the page cache")
         with self._files:
-            old = self._slabs.pop(extent, None)
-            if old is not None:
-                old.close()
+            self._close(self._slabs.pop(extent, None))
             self._slabs[extent] = slab
 
     def drop_slab(self, extent: int) -> None:
         """See StorageTier."""
         with self._files:
             slab = self._slabs.pop(extent, None)
-            if slab is None:
-                raise NotFound(f"no slab is open as extent {extent}")
-            slab.close()
+            self._close(slab)
+        if slab is None:
+            raise NotFound(f"no slab is open as extent {extent}")
         remove_slab(self._directory, slab.file)
+
+    def _close(self, slab: Slab | None) -> None:
+        if slab is not None and slab is not self._in_sync:
+            slab.close()
 
     def pieces(self, moves: Moves) -> Sequence[Moves]:
         """See StorageTier. Reads first. O(n log n), no Python per move."""
@@ -140,9 +148,25 @@ class NvmeTier:
 
     def sync(self) -> None:
         """See StorageTier."""
+        with self._syncs:
+            with self._files:
+                slabs = tuple(self._slabs.items())
+            for extent, slab in slabs:
+                if slab.dirty:
+                    self._sync_slab(extent, slab)
+
+    def _sync_slab(self, extent: int, slab: Slab) -> None:
         with self._files:
-            for slab in self._slabs.values():
-                slab.sync()
+            if self._slabs.get(extent) is not slab:
+                return  # dropped since
+            self._in_sync = slab
+        try:
+            slab.sync()
+        finally:
+            with self._files:
+                self._in_sync = None
+                if self._slabs.get(extent) is not slab:
+                    slab.close()
 
     def close(self) -> None:
         """See StorageTier."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +270,57 @@ def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
     assert len(synced) == before + 1
     tier.sync()
     assert len(synced) == before + 1
+
+
+def test_a_drop_does_not_wait_for_a_sync(
+    tier: NvmeTier, harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slab was dropped only after a running fdatasync, and the mover's reading thread stood still until then."""
+    tier.transfer(harness.moves_for([0]))
+    began, go_on = threading.Event(), threading.Event()
+    descriptors: list[int] = []
+
+    def slow(fd: int) -> None:
+        began.set()
+        assert go_on.wait(20)
+        os.fstat(fd)  # still ours: nobody closed it under the sync
+        descriptors.append(fd)
+
+    monkeypatch.setattr(slab_module.os, "fdatasync", slow)
+    with ThreadPoolExecutor(2) as pool:
+        sync = pool.submit(tier.sync)
+        assert began.wait(20)
+        pool.submit(tier.drop_slab, NVME).result(20)
+        assert not sync.done()
+        assert not the_slab(tmp_path).exists()
+        go_on.set()
+        sync.result(20)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
+    tier.open_slab(NVME, 2, SLABS, SLOT_BYTES)
+
+
+def test_a_sync_ends_after_one_that_was_under_way(
+    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second sync beside one that had not ended would have said that all was on the medium."""
+    tier.transfer(harness.moves_for([0]))
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(_fd: int) -> None:
+        began.set()
+        assert go_on.wait(20)
+
+    monkeypatch.setattr(slab_module.os, "fdatasync", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(tier.sync)
+        assert began.wait(20)
+        second = pool.submit(tier.sync)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        go_on.set()
+        first.result(20)
+        second.result(20)
 
 
 def test_a_trailer_of_another_version_is_none() -> None:
