@@ -139,7 +139,7 @@ class TwinCopier:
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             fault("copy.issued")
-            step = len(batch.sources)
+            step = max(1, len(batch.sources))
             if batch.direction is Direction.STORE:
                 step = max(1, _PIECE_BYTES // batch.nbytes)
             for begin in range(0, len(batch.sources), step):

@@ -238,6 +238,7 @@ class _Way:
         elif self._failure is None:
             streams = [lane.stream for lane in (*self._large, *self._small)]
             self._driver.destroy(streams=streams, events=self._events)
+            self._large, self._small, self._events = [], [], []  # closing again is nothing
 
     # ------------------------------------------------------------ the issuing thread
 
