@@ -1,0 +1,51 @@
+"""Launch settings of the paged attention kernel: one table, measured on an H200 by `bench/attention_tuning.py`.
+
+Pure; imports neither torch nor triton. Settings never change results beyond the order of sums.
+"""
+
+from dataclasses import dataclass, replace
+
+__all__ = ["KernelConfig", "decode_config", "prefill_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """How one launch is cut.
+
+    A program takes `tile_rows` rows (query heads of one KV head times tokens; a power of two, at least 16) and walks
+    keys in tiles of `tile_keys` tokens, `num_stages` of them in flight, with `num_warps` warps. Where the keys of a
+    sequence are split, the splits are so long that about `waves` programs come to each multiprocessor.
+    """
+
+    tile_rows: int
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+
+_DECODE_DEFAULT = KernelConfig(tile_rows=16, tile_keys=64, num_warps=4, num_stages=3, waves=8)
+# (head_dim, query heads a KV head, block_tokens)
+_DECODE: dict[tuple[int, int, int], KernelConfig] = {}
+
+_LONG_DEFAULT = KernelConfig(tile_rows=128, tile_keys=128, num_warps=8, num_stages=3, waves=2)
+_LONG: dict[tuple[int, int, int], KernelConfig] = {}
+
+# Up to so many rows a tile of 128 would be half empty.
+_SHORT_ROWS = 64
+_SHORT_DEFAULT = KernelConfig(tile_rows=64, tile_keys=64, num_warps=4, num_stages=3, waves=4)
+_SHORT: dict[tuple[int, int, int], KernelConfig] = {}
+
+
+def decode_config(head_dim: int, group: int, block_tokens: int) -> KernelConfig:
+    """For one row a sequence; `group` is query heads a KV head."""
+    config = _DECODE.get((head_dim, group, block_tokens), _DECODE_DEFAULT)
+    return replace(config, tile_rows=max(16, 1 << (group - 1).bit_length()))
+
+
+def prefill_config(head_dim: int, group: int, block_tokens: int, num_tokens: int) -> KernelConfig:
+    """For chunks, of which the longest in the pass has `num_tokens` tokens."""
+    key = (head_dim, group, block_tokens)
+    short = num_tokens * group <= _SHORT_ROWS
+    config = _SHORT.get(key, _SHORT_DEFAULT) if short else _LONG.get(key, _LONG_DEFAULT)
+    return replace(config, tile_rows=max(config.tile_rows, 1 << (group - 1).bit_length()))
