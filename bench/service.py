@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -15,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import kvstore
-from kvstore.errors import KvstoreError, Unavailable
+from kvstore.errors import ConfigError, KvstoreError, Unavailable
 
-__all__ = ["Service", "serve"]
+__all__ = ["Service", "check_daemon", "serve", "serve_in"]
 
 _READY_S = 60.0
 _STOP_S = 60.0
 _POLL_S = 0.02
+_DAEMON_MODULES = ("grpc", "lmdb", "xxhash")
 
 
 class Service:
@@ -51,12 +53,27 @@ class Service:
 
 @contextmanager
 def serve(settings: Mapping[str, str], parent: Path | None = None) -> Iterator[Service]:
-    """Starts `kvstore serve` with these settings (keys as in the configuration file) and stops it at the end.
+    """A daemon in a new folder, which is removed at the end; `parent` is where it, and the storage in it, is made.
 
-    `parent` is where its folder, and the storage in it, is made. `{folder}` in a value is that folder. Raises:
-    Unavailable with the end of its log when it is not ready in a minute.
+    Otherwise as `serve_in`.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=parent))
+    try:
+        with serve_in(folder, settings) as service:
+            yield service
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def serve_in(folder: Path, settings: Mapping[str, str]) -> Iterator[Service]:
+    """Starts `kvstore serve` with these settings (keys as in the configuration file) and stops it at the end.
+
+    `{folder}` in a value is `folder`, which stays: what is on its disk is found by the next one. Raises: ConfigError
+    where a package of the daemon is not installed, Unavailable with the end of its log when it is not ready in a
+    minute.
+    """
+    check_daemon()
     variables = {
         f"KVSTORE_{key.upper()}": value.replace("{folder}", str(folder)) for key, value in settings.items()
     }
@@ -79,7 +96,15 @@ def serve(settings: Mapping[str, str], parent: Path | None = None) -> Iterator[S
         yield service
     finally:
         _stop(process)
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_daemon() -> None:
+    """Raises: ConfigError, in one line, where a package that the daemon needs is not installed."""
+    missing = [name for name in _DAEMON_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this benchmark runs the daemon, which needs packages that are not installed: {', '.join(missing)}"
+        )
 
 
 def _await_ready(service: Service, log: Path) -> None:
