@@ -10,12 +10,14 @@ import typer
 
 from bench import lookup as lookup_bench
 from bench import store as store_bench
+from bench.copy_commands import copy
 from bench.output import FolderOption, JsonOption, SaveOption, ShortOption, checked, finish, progress
 from bench.report import Figure
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(copy)
 
 
 @app.command()

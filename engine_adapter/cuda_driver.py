@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from kvstore.errors import FailedPrecondition, KvstoreError, ResourceExhausted
 
-__all__ = ["CudaDriver", "SourceOrder"]
+__all__ = ["CudaDriver", "SourceOrder", "cuda_devices"]
 
 U64 = NDArray[np.uint64]
 
 _OUT_OF_MEMORY = 2
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
-_MULTIPROCESSORS = 16
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
@@ -60,7 +59,10 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, c_void_p),
     "cuGetErrorString": (c_int, c_void_p),
+    "cuDriverGetVersion": (c_void_p,),
     "cuDeviceGet": (c_void_p, c_int),
+    "cuDeviceGetCount": (c_void_p,),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
@@ -105,6 +107,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def cuda_devices() -> int:
+    """CUDA devices of this host; 0 where there is no driver, or it sees none. Makes no context."""
+    count = c_int()
+    try:
+        library = _library()
+    except FailedPrecondition:
+        return 0
+    if library.cuInit(0) or library.cuDeviceGetCount(byref(count)):
+        return 0
+    return count.value
+
+
 class CudaDriver:
     """One device's primary context. Raises of every method: ResourceExhausted for memory, KvstoreError for the rest."""
 
@@ -141,14 +155,17 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     @property
+    def name(self) -> str:
+        """Of the device, with the newest CUDA version that its driver knows."""
+        name, version = ctypes.create_string_buffer(128), c_int()
+        self._call("cuDeviceGetName", name, len(name), self._device)
+        self._call("cuDriverGetVersion", byref(version))
+        return f"{name.value.decode()}, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+
+    @property
     def compute_capability(self) -> tuple[int, int]:
         """Major and minor."""
         return self._attribute(_COMPUTE_CAPABILITY_MAJOR), self._attribute(_COMPUTE_CAPABILITY_MINOR)
-
-    @property
-    def multiprocessors(self) -> int:
-        """SMs of the device."""
-        return self._attribute(_MULTIPROCESSORS)
 
     # ------------------------------------------------------------ streams and events
 

@@ -171,8 +171,12 @@ class _Stream:
 class FakeDriver:
     """`CudaDriver` over host memory: a stream is a thread. It refuses what the driver refuses, and can be held."""
 
-    def __init__(self) -> None:
+    name = "a fake device"
+    compute_capability = (9, 0)
+
+    def __init__(self, device_index: int = 0) -> None:
         self._ids = itertools.count(1)
+        self._memory: dict[int, U8] = {}
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, threading.Event] = {}
         self.pinned: dict[int, int] = {}
@@ -198,6 +202,18 @@ class FakeDriver:
             stream.work.put(None)
 
     def enter(self) -> None: ...
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+    def allocate(self, nbytes: int) -> int:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        self._memory[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
 
     def create_stream(self, *, urgent: float) -> int:
         number = next(self._ids)
@@ -226,6 +242,14 @@ class FakeDriver:
 
     def synchronize(self, event: int) -> None:
         assert self._events[event].wait(10)
+
+    def synchronize_stream(self, stream: int) -> None:
+        event = threading.Event()
+        self._streams[stream].work.put(event.set)
+        assert event.wait(10)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._put([target], [source], [nbytes], stream)
 
     def register(self, address: int, nbytes: int) -> int:
         self.pinned[address] = nbytes

@@ -1,0 +1,46 @@
+"""The commands that measure copies between HBM and DRAM: alone, every way of small blocks, and beside decode."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench import copy as copy_bench
+from bench import copy_tune
+from bench.machine import document
+from bench.output import JsonOption, OutOption, SaveOption, ShortOption, finish, progress
+from bench.report import write_result
+
+__all__ = ["copy"]
+
+
+def copy(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try every way of copying small blocks instead, on a CUDA device.")
+    ] = False,
+) -> None:
+    """How fast the copier moves blocks between HBM and DRAM, beside raw copies of the same bytes."""
+    if not tune:
+        with progress() as say:
+            result = asdict(copy_bench.measure(copy_bench.default_plan(short=short), say))
+        finish("copy", result, copy_bench.figures, as_json=as_json, save=save, out=out)
+        return
+    with progress() as say:
+        cells = copy_tune.tune(copy_tune.SHORT if short else copy_tune.FULL, say)
+    tried = {"cells": [asdict(cell) for cell in cells]}
+    if as_json:
+        print(json.dumps(tried))
+    else:
+        for way in copy_bench.WAYS:
+            Console(width=140).print(copy_tune.table(cells, way))
+    if out is not None:
+        write_result(out.stem, document(tried), out.parent)

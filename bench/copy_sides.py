@@ -1,0 +1,203 @@
+"""Memory and copies for `bench copy`: on a CUDA device, or on host memory with the twin's copier where there is none.
+
+Each direction has an area of its own on both sides, so that both can run at once. A raw copy is one call over the whole
+area, the most that the machine gives; a loop is one call a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.copier import Copier, Direction, TwinCopier
+from engine_adapter.copy_routes import Route
+from engine_adapter.cuda_copier import CudaCopier
+from engine_adapter.cuda_driver import CudaDriver, cuda_devices
+from kvstore.errors import ConfigError
+from tiers.dram import DramTier
+
+__all__ = ["HOST_NAME", "Area", "CopyBed", "CudaBed", "TwinBed", "open_bed"]
+
+U64 = NDArray[np.uint64]
+Side = Literal["source", "target"]
+
+HOST_NAME = "host memory"
+_SEED = 20_261
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """Where one direction copies from and to."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class TwinBed:
+    """Both sides are host memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = HOST_NAME
+        self._tier = DramTier()
+        for extent in range(4):
+            self._tier.create(extent, nbytes)
+            self._tier.populate(extent)
+        _draw(self._tier, 0)
+        _draw(self._tier, 2)
+        self.areas: Mapping[Direction, Area] = {
+            direction: Area(
+                source=self._tier.address(2 * direction),
+                target=self._tier.address(2 * direction + 1),
+                nbytes=nbytes,
+            )
+            for direction in Direction
+        }
+
+    def copier(self, routes: Mapping[Direction, Route] | None = None) -> Copier:
+        """A new one. Raises: ConfigError for routes, which are CUDA's."""
+        if routes is not None:
+            raise ConfigError("routes can be tried on a CUDA device only")
+        return TwinCopier(max_blocks=1 << 20)
+
+    def raw(self, directions: Sequence[Direction]) -> None:
+        """One copy of each direction's whole area."""
+        for direction in directions:
+            area = self.areas[direction]
+            ctypes.memmove(area.target, area.source, area.nbytes)
+
+    def loop(self, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int) -> None:
+        """A call for each block; addresses are within an area."""
+        for direction in directions:
+            area = self.areas[direction]
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                ctypes.memmove(area.target + target, area.source + source, nbytes)
+
+    def read(self, direction: Direction, side: Side, offset: int, nbytes: int) -> bytes:
+        """Bytes of one side of an area."""
+        area = self.areas[direction]
+        return ctypes.string_at((area.source if side == "source" else area.target) + offset, nbytes)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._tier.close()
+
+
+class CudaBed:
+    """Device memory and pinned DRAM extents."""
+
+    def __init__(self, nbytes: int, device_index: int) -> None:
+        self._driver = driver = CudaDriver(device_index)
+        self._device_index = device_index
+        driver.enter()
+        self.name = driver.name
+        self._nbytes = nbytes
+        self._tier = DramTier()
+        self._hbm = {direction: driver.allocate(nbytes) for direction in Direction}
+        self._streams = {direction: driver.create_stream(urgent=0.0) for direction in Direction}
+        for direction in Direction:
+            self._tier.create(direction, nbytes)
+            self._tier.populate(direction)
+        self._dram = {direction: self._tier.address(direction) for direction in Direction}
+        self.areas: Mapping[Direction, Area] = {
+            Direction.LOAD: Area(
+                source=self._dram[Direction.LOAD], target=self._hbm[Direction.LOAD], nbytes=nbytes
+            ),
+            Direction.STORE: Area(
+                source=self._hbm[Direction.STORE], target=self._dram[Direction.STORE], nbytes=nbytes
+            ),
+        }
+        self._copier: CudaCopier | None = None
+        self._fill()
+
+    def _fill(self) -> None:
+        _draw(self._tier, Direction.LOAD)
+        _draw(self._tier, Direction.STORE)
+        driver, store = self._driver, self.areas[Direction.STORE]
+        driver.copy(store.source, store.target, store.nbytes, self._streams[Direction.STORE])
+        driver.synchronize_stream(self._streams[Direction.STORE])
+
+    def copier(self, routes: Mapping[Direction, Route] | None = None) -> Copier:
+        """A new one, with the memory pinned by it; ends the one before."""
+        self._end_copier()
+        made = (
+            CudaCopier(self._device_index)
+            if routes is None
+            else CudaCopier(self._device_index, routes=routes)
+        )
+        for address in self._dram.values():
+            made.register(address, self._nbytes)
+        self._copier = made
+        return made
+
+    def raw(self, directions: Sequence[Direction]) -> None:
+        """One copy of each direction's whole area, all at once."""
+        driver = self._driver
+        for direction in directions:
+            area = self.areas[direction]
+            driver.copy(area.target, area.source, area.nbytes, self._streams[direction])
+        for direction in directions:
+            driver.synchronize_stream(self._streams[direction])
+
+    def loop(self, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int) -> None:
+        """A call for each block, the directions in turns; addresses are within an area."""
+        driver = self._driver
+        ways = [(self.areas[direction], self._streams[direction]) for direction in directions]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for area, stream in ways:
+                driver.copy(area.target + target, area.source + source, nbytes, stream)
+        for _, stream in ways:
+            driver.synchronize_stream(stream)
+
+    def read(self, direction: Direction, side: Side, offset: int, nbytes: int) -> bytes:
+        """Bytes of one side of an area."""
+        area = self.areas[direction]
+        address = (area.source if side == "source" else area.target) + offset
+        if (direction is Direction.LOAD) == (side == "source"):
+            return ctypes.string_at(address, nbytes)
+        held = ctypes.create_string_buffer(nbytes)
+        self._driver.copy(ctypes.addressof(held), address, nbytes, self._streams[direction])
+        self._driver.synchronize_stream(self._streams[direction])
+        return held.raw
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._end_copier()
+        for address in self._hbm.values():
+            self._driver.free(address)
+        self._driver.destroy(streams=list(self._streams.values()), events=[])
+        self._tier.close()
+
+    def _end_copier(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
+            for address in self._dram.values():
+                self._copier.unregister(address)
+        self._copier = None
+
+
+CopyBed = CudaBed | TwinBed
+
+
+@contextmanager
+def open_bed(nbytes: int, *, device_index: int = 0) -> Iterator[CopyBed]:
+    """Memory of `nbytes` a direction and side; the twin's where this host has no CUDA device."""
+    bed: CopyBed = CudaBed(nbytes, device_index) if cuda_devices() else TwinBed(nbytes)
+    try:
+        yield bed
+    finally:
+        bed.close()
+
+
+def _draw(tier: DramTier, extent: int) -> None:
+    """Bytes of which no two blocks are equal: a counter under a fixed pattern, as fast as memory."""
+    words = np.frombuffer(tier.view(extent), dtype=np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64(_SEED + extent)

@@ -1,0 +1,101 @@
+"""`kvstore bench copy` at tiny sizes: the twin, and all that it does on a device over a fake driver."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from rich.console import Console
+
+from bench import copy_sides
+from bench.copy import CopyPlan, bound, figures, measure
+from bench.copy_tune import TunePlan, candidates, table, tune
+from engine_adapter import cuda_copier
+from engine_adapter.copier import CopyBatch, Direction
+from kvstore.errors import ConfigError, KvstoreError
+from tests.engine_adapter.copier_rigs import FakeDriver
+
+KIB = 1024
+TINY = CopyPlan(block_bytes=(16 * KIB, 256 * KIB), nbytes=4096 * KIB, rounds=2)
+WAYS = ("load", "store", "both")
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that seems to have a CUDA device, though no compiler for its kernels."""
+    for module in (copy_sides, cuda_copier):
+        monkeypatch.setattr(module, "CudaDriver", FakeDriver)
+    monkeypatch.setattr(copy_sides, "cuda_devices", lambda: 1)
+
+
+def check_legs(device: str) -> None:
+    said: list[str] = []
+    result = asdict(measure(TINY, said.append))
+    assert result["device"] == device
+    assert [(leg["block_bytes"], leg["pattern"], leg["way"]) for leg in result["legs"]] == [
+        (size, pattern, way) for size in TINY.block_bytes for pattern in ("scattered", "runs") for way in WAYS
+    ]
+    for leg in result["legs"]:
+        assert leg["gb_per_s"] > 0
+        assert leg["ratio"] > 0
+        assert (leg["loop_gb_per_s"] is None) == (leg["block_bytes"] < 256 * KIB)
+    assert len(said) == 5
+    assert len(figures(result)) == 2 * len(result["legs"])
+
+
+def test_every_way_pattern_and_size_is_measured_with_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_sides, "cuda_devices", lambda: 0)
+    check_legs("host memory")
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_and_on_a_device() -> None:
+    check_legs("a fake device")
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_blocks_that_do_not_arrive_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lazy(self: cuda_copier.CudaCopier, batch: CopyBatch) -> bool:
+        batch.done()
+        return True
+
+    monkeypatch.setattr(cuda_copier.CudaCopier, "submit", lazy)
+    with pytest.raises(KvstoreError, match="is not what was copied"):
+        measure(TINY, lambda _: None)
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_candidates_are_tried_and_shown_by_size() -> None:
+    names = ("engine", "engine x2", "engine + bulk 4")
+    plan = TunePlan(block_bytes=(16 * KIB, 32 * KIB), nbytes=1024 * KIB, rounds=1, names=names)
+    cells = tune(plan, lambda _: None)
+    assert [(cell.name, cell.block_bytes, cell.way) for cell in cells] == [
+        (name, size, way) for name in names for size in plan.block_bytes for way in WAYS
+    ]
+    console = Console(width=140, record=True)
+    console.print(table(cells, "load"))
+    text = console.export_text()
+    assert all(name in text for name in (*names, "16 KiB", "32 KiB"))
+
+
+def test_tuning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_sides, "cuda_devices", lambda: 0)
+    with pytest.raises(ConfigError):
+        tune(TunePlan(block_bytes=(16 * KIB,), nbytes=64 * KIB, rounds=1), lambda _: None)
+
+
+def test_every_candidate_fits_the_device() -> None:
+    """A CTA may have 227 KiB of shared memory on Hopper, and a stage is loaded before it is stored."""
+    for routes in candidates().values():
+        for direction in Direction:
+            for lane in routes[direction].small:
+                if lane.kernel is not None:
+                    assert lane.kernel.shared_bytes <= 227 * KIB - 1 * KIB
+                    assert 0 < lane.kernel.lag < lane.kernel.stages
+
+
+def test_bounds_are_those_that_were_promised() -> None:
+    assert bound("load", 4096 * KIB) == bound("store", 8192 * KIB) == 0.98
+    assert bound("load", 32 * KIB) == bound("store", 64 * KIB) == 0.90
+    assert bound("both", 4096 * KIB) == 0.92
+    assert bound("load", 16 * KIB) is None
