@@ -91,12 +91,12 @@ class GpuRig:
         )
 
     def host(self, blocks: U8) -> Blocks:
-        raw = np.zeros(blocks.nbytes + 4096, dtype=np.uint8)
+        raw = np.zeros(blocks.nbytes + 2 * 4096, dtype=np.uint8)
         start = -raw.ctypes.data % 4096
         memory = raw[start : start + blocks.nbytes].reshape(blocks.shape)
         memory[:] = blocks
         self._host.append(memory)
-        self.copier.register(memory.ctypes.data, memory.nbytes)
+        self.copier.register(memory.ctypes.data, -(-memory.nbytes // 4096) * 4096)  # pages of nobody else
         return Blocks(addresses=rows(memory), nbytes=memory.shape[1], read=memory.copy)
 
     def free(self) -> None:
