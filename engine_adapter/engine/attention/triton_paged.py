@@ -54,7 +54,7 @@ def decode_plan(
     One plan serves passes of fewer sequences too, at the price of some programs that end at once.
     """
     kv_heads, block_tokens, head_dim = pool.shape[3:]
-    config = config or decode_config(head_dim, num_heads // kv_heads, block_tokens)
+    config = config or decode_config(head_dim, num_heads // kv_heads, block_tokens, pool.itemsize)
     return WorkPlan(
         config,
         pool,
@@ -80,7 +80,7 @@ def prefill_plan(
     """
     kv_heads, block_tokens, head_dim = pool.shape[3:]
     group = num_heads // kv_heads
-    config = config or prefill_config(head_dim, group, block_tokens, max_rows)
+    config = config or prefill_config(head_dim, group, block_tokens, pool.itemsize, max_rows)
     row_tiles = max_sequences + max_rows // (config.tile_rows // group)
     crowded = row_tiles * kv_heads >= _multiprocessors(pool)
     return WorkPlan(
@@ -164,7 +164,7 @@ class TritonAttention:
         """The plan that suits chunks of so many rows; made at its first use."""
         kv_heads, block_tokens, head_dim = self._pool.shape[3:]
         group = self._num_heads // kv_heads
-        config = prefill_config(head_dim, group, block_tokens, int(counts.max()))
+        config = prefill_config(head_dim, group, block_tokens, self._pool.itemsize, int(counts.max()))
         tile_tokens = config.tile_rows // group
         row_tiles = int((-(-counts // tile_tokens)).sum())
         room = _multiprocessors(self._pool) // kv_heads  # row tiles that leave multiprocessors idle

@@ -37,15 +37,33 @@ _SHORT_DEFAULT = KernelConfig(tile_rows=64, tile_keys=64, num_warps=4, num_stage
 _SHORT: dict[tuple[int, int, int], KernelConfig] = {}
 
 
-def decode_config(head_dim: int, group: int, block_tokens: int) -> KernelConfig:
-    """For one row a sequence; `group` is query heads a KV head."""
+# Keys of more than 256 bytes (float32, or a head_dim of 256): what fits into shared memory.
+_WIDE_KEY_BYTES = 256
+_WIDE_DEFAULT = KernelConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=2, waves=4)
+
+
+def decode_config(head_dim: int, group: int, block_tokens: int, itemsize: int) -> KernelConfig:
+    """For one row a sequence; `group` is query heads a KV head, `itemsize` bytes an element."""
     config = _DECODE.get((head_dim, group, block_tokens), _DECODE_DEFAULT)
-    return replace(config, tile_rows=max(16, 1 << (group - 1).bit_length()))
+    if head_dim * itemsize > _WIDE_KEY_BYTES:
+        config = _WIDE_DEFAULT
+    return replace(config, tile_rows=_tile_rows(16, group))
 
 
-def prefill_config(head_dim: int, group: int, block_tokens: int, num_tokens: int) -> KernelConfig:
+def prefill_config(
+    head_dim: int, group: int, block_tokens: int, itemsize: int, num_tokens: int
+) -> KernelConfig:
     """For chunks, of which the longest in the pass has `num_tokens` tokens."""
     key = (head_dim, group, block_tokens)
-    short = num_tokens * group <= _SHORT_ROWS
-    config = _SHORT.get(key, _SHORT_DEFAULT) if short else _LONG.get(key, _LONG_DEFAULT)
-    return replace(config, tile_rows=max(config.tile_rows, 1 << (group - 1).bit_length()))
+    if head_dim * itemsize > _WIDE_KEY_BYTES:
+        config = _WIDE_DEFAULT
+    elif num_tokens * group <= _SHORT_ROWS:
+        config = _SHORT.get(key, _SHORT_DEFAULT)
+    else:
+        config = _LONG.get(key, _LONG_DEFAULT)
+    return replace(config, tile_rows=_tile_rows(config.tile_rows, group))
+
+
+def _tile_rows(wanted: int, group: int) -> int:
+    """A tile holds at least one token's query heads."""
+    return max(wanted, 1 << (group - 1).bit_length())
