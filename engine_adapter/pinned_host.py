@@ -76,7 +76,10 @@ class PinnedHost:
             known = bool((self._ranges.starts == np.uint64(address)).any())
             self._ranges = self._ranges.without(address)
         if known:
-            self._driver.unregister(address)
+            try:
+                self._driver.unregister(address)
+            except KvstoreError as error:  # a broken context: the process is about to end
+                _LOG.warning("host memory at %#x was not unpinned: %s", address, error)
 
     @property
     def starts(self) -> U64:

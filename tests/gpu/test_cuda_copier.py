@@ -207,7 +207,7 @@ def test_the_highest_blocks_of_more_than_64_gib(rig: GpuRig, direction: Directio
 def test_a_run_across_two_extents_of_one_range(rig: GpuRig) -> None:
     """HBM extents lie back to back in one range, each an allocation of its own."""
     hbm = pytest.importorskip("tiers.hbm", reason="the HBM tier is not in this tree")
-    tier = hbm.HbmTier(64 * MIB, 0)
+    tier = hbm.HbmTier(hbm.CudaDevice(index=0), 64 * MIB)
     for extent in range(2):
         tier.adopt(extent, tier.new_extent(8 * MIB), 8 * MIB)
     blocks = random_blocks(16, 1 * MIB)
