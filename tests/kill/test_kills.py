@@ -18,56 +18,18 @@ from kvstore.errors import KvstoreError
 from kvstore.units import MIB
 from tests.kill.harness import HANG_S, Load, WorkerSpec, planned_service
 from tests.support.daemon import Service, small_config, wait_for
+from tests.support.fault_points import fault_points
 
 KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "180"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 KILLS_A_ROUND = 18
-POINTS_A_ROUND = 4  # of the daemon; ten rounds pass all of them
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(600)]
 
-DAEMON_POINTS = [
-    "acquire.held",
-    "acquire.reserved",
-    "commit.done",
-    "commit.lmdb",
-    "complete.link",
-    "complete.row",
-    "complete.slot",
-    "dead.freed",
-    "drop.rows",
-    "drop.unlinked",
-    "extent.assigned",
-    "extent.stored",
-    "fills.rows",
-    "grant.commit",
-    "grant.sent",
-    "hello.stored",
-    "let_go.done",
-    "let_go.fills",
-    "link.rows",
-    "link.slots",
-    "loads.begin",
-    "move.reply",
-    "promotions.unlinked",
-    "read.done",
-    "read.sealed",
-    "resume.freed",
-    "rows.columns",
-    "rows.filling",
-    "rows.free",
-    "rows.index",
-    "rows.sealed",
-    "rows.unindexed",
-    "seal.begin",
-    "seal.commit",
-    "slots.filling",
-    "slots.free",
-    "slots.held",
-    "slots.hold",
-    "stores.begin",
-    "write.done",
-]
+POINTS = fault_points()
+DAEMON_POINTS = sorted({*POINTS.store, *POINTS.daemon})
+ROUNDS = -(-KILLS // KILLS_A_ROUND)
+POINTS_A_ROUND = -(-len(DAEMON_POINTS) // 10)  # ten rounds pass all of them
 SESSION_POINTS = [
     "dead.freed",
     "extent.assigned",
@@ -77,9 +39,7 @@ SESSION_POINTS = [
     "resume.freed",
 ]
 """Passed seldom, some of them only when a worker ends or comes."""
-RECOVERY_POINTS = ["recover.sessions", "recover.pointers", "recover.rows", "recover.index", "recover.slots"]
-MOVER_POINTS = ["move.start", "move.done", "mover.sync"]
-WORKER_POINTS = ["client.applied", "client.composed", "copy.block", "copy.done"]
+assert set(SESSION_POINTS) <= set(DAEMON_POINTS)
 SPECS = (WorkerSpec(), WorkerSpec(), WorkerSpec(device=1, slot_kib=32, family=2))
 
 
@@ -231,15 +191,15 @@ def _plan(rng: random.Random, number: int, kills: int) -> tuple[list[str], list[
             faults.append(f"{point}:kill:{1 if point in SESSION_POINTS else rng.randrange(1, 25)}")
         elif action == "daemon":
             faults.append(
-                f"{rng.choice(MOVER_POINTS)}:kill:{rng.randrange(1, 40)}" if rng.random() < 0.3 else ""
+                f"{rng.choice(POINTS.mover)}:kill:{rng.randrange(1, 40)}" if rng.random() < 0.3 else ""
             )
         if faults and rng.random() < 0.12:
-            faults.append(f"{rng.choice(RECOVERY_POINTS)}:kill")
+            faults.append(f"{rng.choice(POINTS.recovery)}:kill")
     actions.insert(rng.randrange(len(actions)), "stop")
     return faults, points, actions
 
 
-@pytest.mark.parametrize("number", range(-(-KILLS // KILLS_A_ROUND)))
+@pytest.mark.parametrize("number", range(ROUNDS))
 def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) -> None:
     rng = random.Random(SEED * 1000 + number)
     faults, points, actions = _plan(rng, number, min(KILLS_A_ROUND, KILLS - number * KILLS_A_ROUND))
@@ -264,7 +224,7 @@ def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) ->
                 elif action == "worker":
                     played.kill_worker()
                 elif action == "worker-point":
-                    played.kill_worker(f"{rng.choice(WORKER_POINTS)}:kill:{rng.randrange(1, 60)}")
+                    played.kill_worker(f"{rng.choice(POINTS.worker)}:kill:{rng.randrange(1, 60)}")
                 elif action == "mover":
                     played.kill_mover()
                 elif action == "keeper":

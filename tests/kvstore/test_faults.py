@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.faults import FAULT_VARIABLE, FaultRule, fault, parse_faults
+from tests.support.fault_points import fault_points
 
 
 def run(spec: str, passings: int) -> subprocess.CompletedProcess[str]:
@@ -61,3 +62,13 @@ def test_a_rule_that_is_none_is_said(text: str) -> None:
     """A misspelt fault made a test pass without ever having killed anything."""
     with pytest.raises(ConfigError, match=FAULT_VARIABLE):
         parse_faults(text)
+
+
+def test_the_crash_tests_read_their_points_from_the_code() -> None:
+    """Two lists were kept by hand beside the code: a fault point that was added to neither was never tried."""
+    points = fault_points()
+    assert {"seal.commit", "acquire.held", "slots.free", "resume.freed"} <= set(points.store)
+    assert {"grant.sent", "commit.lmdb", "hello.stored", "extent.stored"} <= set(points.daemon)
+    assert {"move.start", "move.done", "mover.sync"} <= set(points.mover)
+    assert {"copy.done", "client.applied"} <= set(points.worker)
+    assert {"recover.rows", "recover.slots"} <= set(points.recovery)

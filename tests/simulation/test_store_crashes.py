@@ -11,6 +11,7 @@ import pytest
 from kvstore.layout import Tier
 from kvstore.moves import MoveStatus
 from tests.simulation.world import World
+from tests.support.fault_points import fault_points
 
 _PARTS = 12
 
@@ -109,40 +110,7 @@ def _points() -> list[str]:
 
 def test_the_story_passes_every_fault_point() -> None:
     """A write that no death is tried at would be a hole in the crash table."""
-    missing = {
-        "acquire.held",
-        "acquire.reserved",
-        "complete.link",
-        "complete.row",
-        "complete.slot",
-        "dead.freed",
-        "drop.rows",
-        "drop.unlinked",
-        "extent.assigned",
-        "fills.rows",
-        "let_go.done",
-        "let_go.fills",
-        "link.rows",
-        "link.slots",
-        "loads.begin",
-        "promotions.unlinked",
-        "read.done",
-        "read.sealed",
-        "rows.columns",
-        "rows.filling",
-        "rows.free",
-        "rows.index",
-        "rows.sealed",
-        "rows.unindexed",
-        "seal.begin",
-        "seal.commit",
-        "slots.filling",
-        "slots.free",
-        "slots.held",
-        "slots.hold",
-        "stores.begin",
-        "write.done",
-    } - set(_points())
+    missing = set(fault_points().store) - set(_points())
     assert not missing
 
 
