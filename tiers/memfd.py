@@ -45,6 +45,9 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_SPARE_BYTES = 64 << 20
+"""Left over by every extent, for the processes themselves: the last free page would be the kernel's reason to kill."""
 _SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT)
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL: populating takes seconds
@@ -55,23 +58,45 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be taken: the host's, or the cgroup's where that is less; very much where unknown."""
+    """Memory that can still be taken: the host's, or that of a cgroup above us where it is less.
+
+    Very much where unknown.
+    """
     available = sys.maxsize
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="ascii")
         available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    for folder, limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            most = int((folder / limit).read_text(encoding="ascii"))
-            now = int((folder / used).read_text(encoding="ascii"))
-            available = min(available, max(0, most - now + _page_cache_bytes(folder / "memory.stat")))
+    for root, limit, used in _CGROUPS:
+        for folder in _own_cgroups(root):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+                most = int((folder / limit).read_text(encoding="ascii"))
+                now = int((folder / used).read_text(encoding="ascii"))
+                available = min(available, max(0, most - now + _page_cache_bytes(folder / "memory.stat")))
     return available
+
+
+def _own_cgroups(root: Path) -> list[Path]:
+    """Cgroups of this process below `root`, a hierarchy's mount, and `root`: each of them may have a limit.
+
+    In a container with a cgroup namespace `root` is its own; on a host a service is some levels below.
+    """
+    paths = {root}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory") and ".." not in path:
+                own = root / path.lstrip("/")
+                paths |= {own, *(folder for folder in own.parents if root in folder.parents)}
+    return sorted(paths)
 
 
 def _page_cache_bytes(stat: Path) -> int:
     """File pages of a cgroup, which it counts as used and gives back when memory is short."""
     fields = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    # Version 1 counts those of the cgroups below apart.
+    return sum(
+        int(fields.get(f"total_{name}", fields.get(name, 0))) for name in ("inactive_file", "active_file")
+    )
 
 
 def create_memfd(name: str, nbytes: int, *, huge_pages: bool = False) -> int:
@@ -82,9 +107,10 @@ def create_memfd(name: str, nbytes: int, *, huge_pages: bool = False) -> int:
     if nbytes <= 0 or nbytes % PAGE_BYTES:
         raise InvalidArgument(f"an extent is a positive multiple of {PAGE_BYTES} bytes, not {nbytes}")
     available = available_memory_bytes()
-    if nbytes > available:
+    if nbytes + _SPARE_BYTES > available:
         raise ResourceExhausted(
-            f"not enough memory for {format_size(nbytes)}: {format_size(available)} is available"
+            f"not enough memory for {format_size(nbytes)}: {format_size(available)} is available, "
+            f"and {format_size(_SPARE_BYTES)} of it stays free"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -153,14 +153,45 @@ tier.view(0)[:] = bytes(1 << 20)
     assert "not enough memory for 4MiB" in done.stdout
 
 
+def _cgroup(folder: Path, *, most: str, used: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("anon 500\ninactive_file 200000\nactive_file 100000\n")
+
+
 def test_the_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200000\nactive_file 100000\n")
+    _cgroup(tmp_path, most="1000000", used=900000)
     monkeypatch.setattr(memfd, "_CGROUPS", ((tmp_path, "memory.max", "memory.current"),))
     assert memfd.available_memory_bytes() == 400000
-    (tmp_path / "memory.max").write_text("max\n")
+    _cgroup(tmp_path, most="max", used=900000)
     assert memfd.available_memory_bytes() > 400000
+
+
+@pytest.mark.parametrize("limited", ["slice", "service", "neither"])
+def test_a_cgroup_above_the_process_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limited: str
+) -> None:
+    """Only the limit of the hierarchy's root was read: under systemd the service took more and was killed for it."""
+    own, root = tmp_path / "cgroup", tmp_path / "root"
+    own.write_text("1:cpu:/elsewhere\n0::/a.slice/b.service\n")
+    for folder, name in (
+        (root, "root"),
+        (root / "a.slice", "slice"),
+        (root / "a.slice/b.service", "service"),
+    ):
+        _cgroup(folder, most="1000000" if name == limited else "max", used=900000)
+    monkeypatch.setattr(memfd, "_CGROUPS", ((root, "memory.max", "memory.current"),))
+    monkeypatch.setattr(memfd, "_OWN_CGROUPS", own)
+    assert (memfd.available_memory_bytes() == 400000) == (limited != "neither")
+
+
+def test_an_extent_leaves_memory_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last extent took the last page, and the kernel killed the daemon at its next allocation."""
+    monkeypatch.setattr(memfd, "available_memory_bytes", lambda: 65 * MIB)
+    os.close(create_memfd("fits", MIB))
+    with pytest.raises(ResourceExhausted, match="64MiB of it stays free"):
+        create_memfd("does not", 2 * MIB)
 
 
 def test_descriptors_and_memory_do_not_leak(tier: MemfdTier) -> None:
