@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore.errors import InvalidArgument
 
-__all__ = ["Life", "check_pidfd", "process_of"]
+__all__ = ["Life", "check_pidfd", "process_of", "same_process"]
 
 
 class Life:
@@ -66,3 +66,27 @@ def process_of(pidfd: int) -> int | None:
         if line.startswith("Pid:"):
             return int(line.split()[1])
     return None
+
+
+def same_process(one: int, other: int) -> bool:
+    """Whether two pidfds are of one process, which lives. False where that cannot be told."""
+    pid = process_of(one)
+    if pid is None or pid < 0 or pid != process_of(other):
+        return False
+    if pid > 0:
+        return True
+    # Of another pid namespace: 0, like every process there. Linux 6.9 and later number processes by inode.
+    first, second = os.fstat(one), os.fstat(other)
+    return first.st_dev != _anonymous_device() and (first.st_dev, first.st_ino) == (
+        second.st_dev,
+        second.st_ino,
+    )
+
+
+def _anonymous_device() -> int:
+    """Device of descriptors that share one inode: pidfds among them, before Linux 6.9."""
+    fd = os.eventfd(0)
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)

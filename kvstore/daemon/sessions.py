@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.daemon.kept import Kept
-from kvstore.daemon.liveness import Life, check_pidfd, process_of
+from kvstore.daemon.liveness import Life, check_pidfd, same_process
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
@@ -129,10 +129,10 @@ class Sessions:
             raise InvalidArgument(f"member {number} of a session of {session.members}")
         old = self._members.get((session.id, number))
         if old is None:
-            return
-        if not old.life.closed or process_of(old.life.pidfd) != process_of(pidfd):
+            return None
+        if not old.life.closed or not same_process(old.life.pidfd, pidfd):
             raise AlreadyExists(f"member {number} has presented itself already")
-        self._forget(old)  # the same process, whose connection was lost
+        return old
 
     def adopt(self, session: Session, number: int, connection: socket.socket, pidfd: int) -> Member:
         """A member of before a restart of the daemon."""

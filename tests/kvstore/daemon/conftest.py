@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,10 @@ def finish(client: RawClient) -> None:
 class MemberProcess:
     """A worker in a process of its own."""
 
-    def __init__(self, socket: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.raw_member", socket, *arguments], stdout=subprocess.PIPE
-        )
+    def __init__(self, socket: str, *arguments: str, within: Sequence[str] = ()) -> None:
+        """`within`: a command that runs it, in namespaces of its own."""
+        command = [sys.executable, "-m", "tests.support.raw_member", socket, *arguments]
+        self.process = subprocess.Popen([*within, *command], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the member process ended early"
@@ -113,8 +113,8 @@ def member(service: Service, client: object) -> Iterator[Callable[..., MemberPro
     """Starts worker processes; none outlives the test. What they leave is checked and let go as `client` does."""
     made: list[MemberProcess] = []
 
-    def make(*arguments: str) -> MemberProcess:
-        made.append(MemberProcess(service.socket, *arguments))
+    def make(*arguments: str, within: Sequence[str] = ()) -> MemberProcess:
+        made.append(MemberProcess(service.socket, *arguments, within=within))
         return made[-1]
 
     yield make

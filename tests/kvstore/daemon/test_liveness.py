@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.config import Limits
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.conftest import MemberProcess
 from tests.support.daemon import Service, small_config, started, wait_for
@@ -46,6 +47,33 @@ def test_a_stopped_workers_slots_stay_held(client: Make, member: MakeMember, ser
     assert service.tier("hbm").held_slots == 16
     worker.kill()
     wait_for("the end of the session", lambda: not service.stats().sessions)
+
+
+def test_a_worker_stopped_past_every_time_out_keeps_its_slots(tmp_path: Path) -> None:
+    """After a time-out the pages of a stopped worker were given to others; it went on and wrote into them."""
+    limits = Limits(session_lost_s=0.2, call_deadline_s=0.5, drain_deadline_s=0.5, flush_deadline_s=0.5)
+    config = replace(small_config(tmp_path), limits=limits, orphan_ttl_s=0.2)
+    with started(config) as service:
+        worker = MemberProcess(service.socket)
+        try:
+            worker.signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            held = {*worker.report["filled"], *worker.report["half"]}
+            assert service.tier("hbm").held_slots == len(held) == 16
+            service.kill_daemon()
+            time.sleep(1.0)  # and past those of the next daemon, for which it does not resume
+            assert service.tier("hbm").held_slots == 16
+            other = RawClient(service.socket).begin(hbm_slots=0)
+            granted = other.acquire(other.chain(range(5000, 5400)), reserve_slots=0)
+            given = {int(slot) for slot in granted.hbm.tolist() if slot != 0xFFFFFFFF}
+            assert given
+            assert not given & held, "a stopped worker's pages were given away"
+            other.close()
+            worker.kill()
+            wait_for("the end of the session", lambda: service.tier("hbm").held_slots == len(given))
+        finally:
+            worker.close()
+        assert service.faults() == []
 
 
 def test_a_forked_child_keeps_everything_held(member: MakeMember, service: Service) -> None:
