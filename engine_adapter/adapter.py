@@ -20,7 +20,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, RequestId
+from engine_adapter.adoption import Adoption
+from engine_adapter.base import Admission, Pages, RequestId
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from engine_adapter.write_through import WriteThrough, copies
 from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
@@ -68,7 +69,8 @@ class _Request:
     asked_at: float = 0.0  # when the engine last wanted to admit it
     retry_at: float = 0.0
     changed: bool = False  # the store said so since it asked
-    seen_blocks: int = 0  # of its chain, cached when it last waited
+    seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed
+    private: bool = False  # it has asked for slots of its own for blocks that others are computing
     grant: PendingGrant | None = None
     load: _Load | None = None
     admission: Admission | None = None
@@ -92,7 +94,8 @@ class KvstoreBlockManager:
     ) -> None:
         """`parts`: what makes this engine's KV interchangeable (kvstore/identity.py). Caller closes session and copier.
 
-        `patience_s`: how long a request waits for blocks that others compute or load while none arrives.
+        `patience_s`: how long a request waits for blocks that other processes compute or load while none arrives. For
+        those that a request of this engine computes it waits however long that takes: this engine is alive.
         """
         self._session = session
         self._copier = copier
@@ -107,15 +110,23 @@ class KvstoreBlockManager:
             session, copier, max_backlog_blocks=max(64, session.hbm.num_pages // 4)
         )
         session.listen(self.write_through)
+        self.adoption = Adoption(session, self._namespace, self.write_through, next(self._leases))
 
     @property
     def block_tokens(self) -> int:
         """See BlockManager."""
         return self._namespace.block_tokens
 
-    def kv_pages(self) -> NDArray[np.uint8]:
-        """See BlockManager. Pages that no block table names may have no memory behind them: do not touch them."""
-        return self._session.hbm.pages
+    def kv_pages(self) -> Pages:
+        """See BlockManager."""
+        hbm = self._session.hbm
+        return Pages(
+            address=hbm.base,
+            count=hbm.num_pages_reserved,
+            page_bytes=hbm.slot_bytes,
+            device=hbm.device,
+            owner=hbm,
+        )
 
     # ------------------------------------------------------------ waiting requests
 
@@ -154,17 +165,19 @@ class KvstoreBlockManager:
         prompt = entry.chain.hashes[: entry.cap_blocks]
         if not entry.patience_until:
             entry.patience_until = now + self._patience_s
-        if now > entry.patience_until and (hits := self._hits(prompt)) > entry.seen_blocks:
-            # What it waits for is still being filled: as long as that goes on, so does the wait.
-            entry.seen_blocks, entry.patience_until = hits, now + self._patience_s
+        if now > entry.patience_until:
+            ready = self._ready(prompt)
+            if ready > entry.seen_blocks or self._computed_here(entry, ready):
+                # What it waits for is still being filled: as long as that goes on, so does the wait.
+                entry.seen_blocks, entry.patience_until = ready, now + self._patience_s
         reserve = max(0, self._blocks(num_tokens) - len(prompt))
-        entry.changed = False
+        entry.changed, entry.private = False, now > entry.patience_until
         entry.grant = self._session.acquire(
             self._namespace,
             entry.lease,
             prompt,
             reserve=min(reserve, self._session.max_message_blocks),
-            private_fill=now > entry.patience_until,
+            private_fill=entry.private,
         )
         entry.phase = _Phase.ASKED
 
@@ -339,11 +352,13 @@ class KvstoreBlockManager:
 
     def end_step(self) -> None:
         """See BlockManager."""
+        self.adoption.poll()
         self._session.step()
         self._absorb_events()
 
     def wait(self, timeout_s: float) -> None:
         """See BlockManager."""
+        self.adoption.poll()
         self._session.step()
         self._absorb_events()
         waiting = self._requests.values()
@@ -355,8 +370,28 @@ class KvstoreBlockManager:
 
     # ------------------------------------------------------------ parts
 
-    def _hits(self, prompt: NDArray[np.uint64]) -> int:
-        return self._session.match(self._namespace, prompt).hits
+    def _ready(self, prompt: NDArray[np.uint64]) -> int:
+        """Leading blocks that are in memory."""
+        tiers = self._session.match(self._namespace, prompt).tiers
+        on_disk = np.flatnonzero(tiers == Tier.NVME)
+        return int(on_disk[0]) if len(on_disk) else len(tiers)
+
+    def _computed_here(self, entry: _Request, block: int) -> bool:
+        """Whether another request of this engine computes this block, or is about to: then it need not be done twice.
+
+        So of 64 requests whose common prefix some other process was computing and does not, one computes it.
+        """
+        if block >= entry.cap_blocks:
+            return False
+        wanted = entry.chain.hashes[block]
+        return any(
+            other is not entry
+            and (other.phase > _Phase.ASKED or (other.phase is _Phase.ASKED and other.private))
+            and not other.lost
+            and other.sealed_blocks <= block < len(other.chain)
+            and bool((other.chain.hashes[block] == wanted).all())
+            for other in self._requests.values()
+        )
 
     def _may_go_on(self, entry: _Request) -> bool:
         """Whether what a waiting request waits for is here."""

@@ -21,9 +21,45 @@ from typing import NewType, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "BlockManager", "RequestId"]
+__all__ = ["Admission", "BlockManager", "Pages", "RequestId"]
 
 RequestId = NewType("RequestId", str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where the pool lies: `count` pages of `page_bytes`, back to back from `address` on.
+
+    `count` covers the whole range, whose end may be address space without memory: only pages that a block table names
+    may be touched. `owner` is whatever has to live for as long as the pages are used. `numpy.asarray` of pages in host
+    memory and `torch.as_tensor` of pages on a GPU view them uncopied as `[count, page_bytes]` and keep the owner.
+    """
+
+    address: int
+    count: int
+    page_bytes: int
+    device: str  # as torch says it: "cpu" or "cuda:0"
+    owner: object
+
+    @property
+    def __array_interface__(self) -> Mapping[str, object]:
+        if self.device != "cpu":
+            raise AttributeError(f"pages of {self.device} are not in host memory")
+        return self._interface()
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, object]:
+        if self.device == "cpu":
+            raise AttributeError("these pages are in host memory")
+        return self._interface()
+
+    def _interface(self) -> Mapping[str, object]:
+        return {
+            "shape": (self.count, self.page_bytes),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +83,8 @@ class BlockManager(Protocol):
         """Tokens a page holds."""
         ...
 
-    def kv_pages(self) -> NDArray[np.uint8]:
-        """The whole pool, `[num_pages, page_bytes]`, shared memory; the same array for the manager's life."""
+    def kv_pages(self) -> Pages:
+        """The whole pool; the same place for the manager's life."""
         ...
 
     def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine_adapter.adapter import KvstoreBlockManager
-from engine_adapter.copier import TwinCopier
-from kvstore.client import DeviceSpec, connect
+from engine_adapter.budget import device_spec
+from engine_adapter.copier import Copier, TwinCopier
+from kvstore.client import DramListener, connect
 from kvstore.geometry import Geometry
 
 __all__ = ["open_block_manager"]
@@ -22,21 +23,34 @@ def open_block_manager(
     geometry: Geometry,
     parts: Mapping[str, bytes],
     hbm_bytes: int,
-    device: int = 0,
+    device: str = "cpu",
     patience_s: float = 5.0,
     timeout_s: float = 5.0,
 ) -> Iterator[KvstoreBlockManager]:
-    """A block manager whose pages are owned HBM (its twin on this host), kept by the daemon at `socket`.
+    """A block manager whose pages are owned HBM, kept by the daemon at `socket`: a GPU's, or its twin for "cpu".
 
     `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). Raises: Unavailable where no daemon
     listens, and whatever else attaching raises. At the end copies finish before the session is given up.
     """
-    with (
-        connect(socket, timeout_s=timeout_s) as client,
-        client.attach(name, geometry, DeviceSpec(hbm_bytes=hbm_bytes, index=device)) as session,
-    ):
-        copier = TwinCopier()
+    with connect(socket, timeout_s=timeout_s) as client:
+        copier, listener = _copier(device)
         try:
-            yield KvstoreBlockManager(session, parts, copier, patience_s=patience_s)
-        finally:
+            session = client.attach(name, geometry, device_spec(device, hbm_bytes), listener=listener)
+        except BaseException:
             copier.close(timeout_s)
+            raise
+        with session:
+            try:
+                yield KvstoreBlockManager(session, parts, copier, patience_s=patience_s)
+            finally:
+                copier.close(timeout_s)
+
+
+def _copier(device: str) -> tuple[Copier, DramListener | None]:
+    """The copier of a device, and who pins DRAM for it."""
+    if device == "cpu":
+        return TwinCopier(), None
+    from engine_adapter.cuda_copier import CudaCopier
+
+    copier = CudaCopier(device_spec(device, 0).index)
+    return copier, copier

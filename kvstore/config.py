@@ -20,10 +20,12 @@ __all__ = [
     "ClientConfig",
     "Config",
     "Durability",
+    "HbmBudget",
     "Limits",
     "NvmePath",
     "ServeConfig",
     "WorkerConfig",
+    "check_socket_path",
     "default_socket",
     "parse_toml",
 ]
@@ -31,6 +33,14 @@ __all__ = [
 MAX_SESSIONS = 48  # bits of a slot's holders word that sessions have; the other 16 are the movers'
 MAX_NVME_PATHS = 16
 _PAGE_BYTES = 4 * KIB
+_MAX_SLOTS = (1 << 32) - 2  # of one tier: their numbers have 32 bits
+_SUN_PATH_BYTES = 107  # of sun_path, without its NUL
+_LONGEST_SUFFIX = ".admin"
+
+
+def _require(condition: bool, key: str, problem: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: {problem}")
 
 
 class Durability(Enum):
@@ -59,6 +69,29 @@ class NvmePath:
 
     def __str__(self) -> str:
         return f"{self.path}:{write_size(self.capacity_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HbmBudget:
+    """KV memory of a device: a size, or a share of what is free there when the worker starts. One of them is 0."""
+
+    size_bytes: int = 0
+    share_percent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.share_percent:
+            _require(
+                1 <= self.share_percent <= 100, "worker.hbm", "a share of what is free is from 1% to 100%"
+            )
+        else:
+            _require(self.size_bytes >= MIB, "worker.hbm", "must be at least 1MiB")
+
+    def __str__(self) -> str:
+        return f"{self.share_percent}%" if self.share_percent else write_size(self.size_bytes)
+
+    def of(self, free_bytes: int) -> int:
+        """The budget in bytes, where `free_bytes` are free."""
+        return self.size_bytes or free_bytes * self.share_percent // 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +149,7 @@ class ServeConfig:
     devices: int = 1
     """GPUs (or twins) whose HBM the tables have room for."""
     hbm_bytes: int = 64 * GIB
-    """The most HBM of one device that the tables have room for; costs table memory only as it is used."""
+    """The most HBM of one device that the tables have room for: 22 bytes of table for each `min_slot_bytes`."""
     min_slot_bytes: int = 64 * KIB
     """The smallest slot expected; with the capacity of a tier it gives the number of its slots."""
     max_rows: int = 1 << 20
@@ -130,12 +163,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         _require(self.socket.startswith("/"), "socket", f"{self.socket!r} must be an absolute path")
-        # sun_path has 108 bytes with its NUL, and ".fd" is appended for the descriptor socket.
-        _require(
-            len(self.socket.encode()) <= 104,
-            "socket",
-            f"{self.socket!r} is longer than a socket's path may be",
-        )
+        check_socket_path(self.socket)
         for name in ("dram_extent_bytes", "nvme_extent_bytes", "min_slot_bytes"):
             _require(getattr(self, name) >= _PAGE_BYTES, _key(name), "must be at least 4KiB")
             _require(getattr(self, name) % _PAGE_BYTES == 0, _key(name), "must be a multiple of 4KiB")
@@ -145,6 +173,17 @@ class ServeConfig:
             f"{format_size(self.dram_bytes)} is less than one extent ({format_size(self.dram_extent_bytes)}): "
             "give more, or lower dram_extent",
         )
+        for key, capacity_bytes in (
+            ("dram", self.dram_bytes),
+            ("nvme", sum(place.capacity_bytes for place in self.nvme)),
+            ("hbm", self.hbm_bytes * self.devices),
+        ):
+            _require(
+                capacity_bytes // self.min_slot_bytes <= _MAX_SLOTS,
+                key,
+                f"{format_size(capacity_bytes)} in slots of {format_size(self.min_slot_bytes)} are more than "
+                f"{_MAX_SLOTS:,}: give less, or raise min_slot",
+            )
         _require(len(self.nvme) <= MAX_NVME_PATHS, "nvme", f"at most {MAX_NVME_PATHS} paths")
         paths = [place.path for place in self.nvme]
         _require(len(set(paths)) == len(paths), "nvme", "the same path is given twice")
@@ -184,27 +223,39 @@ class WorkerConfig:
     """What `kvstore worker` and `kvstore generate` run: the bundled engine."""
 
     model: str = "smollm2"
-    """`smollm2`, a Hugging Face folder or a GGUF file."""
+    """`smollm2`, a Hugging Face folder or a GGUF file; with `load_format` dummy the name of a shape, or a folder."""
+    load_format: str = "auto"
+    """`auto`: what lies there; `dummy`: random weights of the model's shape, to measure speed without its files."""
+    device: str = "auto"
+    """`cpu`, `cuda:N`, or `auto`: the first GPU where there is one and the packages for it, else the CPU."""
     socket: str | None = None
     """Where the worker listens; None: beside the daemon's socket, named by the model."""
-    hbm_bytes: int = 1 * GIB
-    """KV memory of the device (or of its twin)."""
+    hbm: HbmBudget = HbmBudget(size_bytes=GIB)
+    """KV memory of the device (or of its twin), like 8GiB, or a share of what is free there, like 80%."""
     block_tokens: int = 32
-    chunk_tokens: int = 512
-    """Tokens of one prefill step, over all requests in it."""
+    chunk_tokens: int = 0
+    """Tokens of one prefill step, over all requests in it; 0: 512 on the CPU, 8192 on a GPU."""
     max_requests: int = 16
     """Requests in one batch."""
     threads: int = 0
     """CPU threads; 0: all cores."""
 
     def __post_init__(self) -> None:
-        _require(self.hbm_bytes >= MIB, "worker.hbm", "must be at least 1MiB")
         power = self.block_tokens
         _require(
             8 <= power <= 1024 and power & (power - 1) == 0, "worker.block_tokens", "is 8, 16, 32, … or 1024"
         )
         _require(
-            self.chunk_tokens >= self.block_tokens, "worker.chunk_tokens", "must be at least block_tokens"
+            self.chunk_tokens == 0 or self.chunk_tokens >= self.block_tokens,
+            "worker.chunk_tokens",
+            "must be at least block_tokens, or 0",
+        )
+        _require(self.load_format in ("auto", "dummy"), "worker.load_format", "is auto or dummy")
+        _require(
+            self.device in ("auto", "cpu", "cuda")
+            or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),
+            "worker.device",
+            "is auto, cpu, cuda or cuda:N",
         )
         _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
         _require(0 <= self.threads <= 1_024, "worker.threads", "must be from 0 (all cores) to 1024")
@@ -226,17 +277,21 @@ def default_socket(environ: Mapping[str, str], uid: int) -> str:
     return f"{folder}/kvstore.sock"
 
 
+def check_socket_path(path: str) -> None:
+    """Raises ConfigError for a daemon's socket beside which the sockets for descriptors and admin could not be bound.
+
+    The daemon and its clients ask here, so that neither takes a path that the other cannot reach.
+    """
+    most, length = _SUN_PATH_BYTES - len(_LONGEST_SUFFIX), len(path.encode(errors="surrogateescape"))
+    _require(length <= most, "socket", f"the path is {length} bytes, at most {most}: {path}")
+
+
 def parse_toml(text: str, name: str) -> Mapping[str, object]:
     """The tables of a configuration file. `name` is what errors call it."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from error
-
-
-def _require(condition: bool, key: str, problem: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}: {problem}")
 
 
 def _key(name: str) -> str:

@@ -28,8 +28,10 @@ class Extents:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
 
-    def add(self, tier: Tier, device: int, nbytes: int, extent: int | None = None) -> ExtentId:
-        """Enters memory that nobody uses yet.
+    def add(
+        self, tier: Tier, device: int, nbytes: int, extent: int | None = None, identity: int = 0
+    ) -> ExtentId:
+        """Enters memory that nobody uses yet. `identity`: digest of the device that it is of.
 
         `extent` asks for one position (an NVMe slab that is found again). Raises: ResourceExhausted when the table is
         full; InvalidArgument for a taken or impossible position, device or size.
@@ -49,6 +51,7 @@ class Extents:
         columns.extent_tier[extent] = tier
         columns.extent_device[extent] = device
         columns.extent_bytes[extent] = nbytes
+        columns.extent_identity[extent] = identity
         columns.extent_slot_bytes[extent] = 0
         columns.extent_slot_base[extent] = NONE
         columns.extent_slots[extent] = 0

@@ -55,7 +55,7 @@ BUCKET_ENTRIES = 8
 GENERATION_SHIFT = np.uint64(8)
 
 _STATE_MASK = np.uint64(0xFF)
-_MAGIC = b"KVSTABL1"
+_MAGIC = b"KVSTABL2"
 _ALIGN = 64
 _HEADER_BYTES = 4096
 _DEPTH_BITS = 20
@@ -179,11 +179,13 @@ class Columns:
     extent_slot_base: NDArray[np.uint32]  # [extents] its slots are [base, base + slots)
     extent_slots: NDArray[np.uint32]  # [extents]
     extent_bytes: NDArray[np.uint64]  # [extents]
+    extent_identity: NDArray[np.uint64]  # [extents] HBM: digest of the device that its blocks were written on
     # sessions
     session_state: NDArray[np.uint8]  # [sessions] SessionState
     session_token: NDArray[np.uint8]  # [sessions, 16] digest of the token, never the token
     session_device: NDArray[np.uint8]  # [sessions] 255: no owned HBM
     session_slot_bytes: NDArray[np.uint64]  # [sessions]
+    session_identity: NDArray[np.uint64]  # [sessions] digest of its device; 0: not stated
     session_members: NDArray[np.uint8]  # [sessions]
     session_since: NDArray[np.uint64]  # [sessions] ms of its attach
     session_name: NDArray[np.uint8]  # [sessions, 128] UTF-8, zero padded
@@ -231,10 +233,12 @@ def _columns(shape: TableShape) -> Iterator[_Column]:
     yield column("extent_slot_base", "<u4", extents)
     yield column("extent_slots", "<u4", extents)
     yield column("extent_bytes", "<u8", extents)
+    yield column("extent_identity", "<u8", extents)
     yield column("session_state", "u1", sessions)
     yield column("session_token", "u1", sessions, 16)
     yield column("session_device", "u1", sessions)
     yield column("session_slot_bytes", "<u8", sessions)
+    yield column("session_identity", "<u8", sessions)
     yield column("session_members", "u1", sessions)
     yield column("session_since", "<u8", sessions)
     yield column("session_name", "u1", sessions, 128)

@@ -25,6 +25,7 @@ __all__ = [
     "Explanation",
     "ExtentId",
     "ExtentInfo",
+    "FlushLeft",
     "FlushMark",
     "Grant",
     "MissCause",
@@ -188,6 +189,14 @@ class FlushMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlushLeft:
+    """Blocks of a flush that storage does not have. Those that left the store meanwhile are not counted."""
+
+    coming: int  # still in DRAM: to be written
+    missing: int  # those, and those that only HBM has by now: nothing can write them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExtentInfo:
     """One extent, for reports and for the shell."""
 
@@ -200,6 +209,7 @@ class ExtentInfo:
     slot_base: int
     slots: int
     free_slots: int
+    identity: int  # HBM: digest of the device that its blocks were written on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +246,7 @@ class SessionInfo:
     name: str
     state: str  # "attaching", "attached", "lost", "dying"
     device: int | None
+    identity: int  # digest of that device; 0: not stated
     slot_bytes: int
     members: int
     held_hbm_slots: int

@@ -47,6 +47,7 @@ def extent_info(state: StoreState, extent: int) -> ExtentInfo:
         slot_bytes=int(columns.extent_slot_bytes[extent]),
         slot_base=base,
         slots=slots,
+        identity=int(columns.extent_identity[extent]),
         free_slots=int(np.count_nonzero((words & _STATE_BITS) == np.uint64(SlotState.FREE))),
     )
 
@@ -103,6 +104,7 @@ def _session_info(state: StoreState, number: int) -> SessionInfo:
         name=state.sessions.name(number),
         state=state.sessions.state(number).name.lower(),
         device=session.device,
+        identity=int(state.columns.session_identity[number]),
         slot_bytes=session.slot_bytes,
         members=int(state.columns.session_members[number]),
         held_hbm_slots=int(np.count_nonzero(state.hbm.holders & session.holder)),

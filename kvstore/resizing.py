@@ -9,16 +9,22 @@ from kvstore.layout import ExtentState, SessionState, SlotState, Tier
 from kvstore.moves import ExtentId, MissCause
 from kvstore.state import StoreState
 
-__all__ = ["add_extent", "drop_extent"]
+__all__ = ["add_extent", "drop_extent", "forget_blocks"]
 
 
 def add_extent(
-    state: StoreState, tier: Tier, device: int, nbytes: int, slot_bytes: int, extent: int | None
+    state: StoreState,
+    tier: Tier,
+    device: int,
+    nbytes: int,
+    slot_bytes: int,
+    extent: int | None,
+    identity: int,
 ) -> ExtentId:
     """See Store.add_extent."""
     if tier is Tier.HBM and not slot_bytes:
         raise InvalidArgument("an HBM extent has a slot size")
-    added = state.extents.add(tier, device, nbytes, extent)
+    added = state.extents.add(tier, device, nbytes, extent, identity)
     if slot_bytes:
         try:
             _cut(state, tier, added, slot_bytes)
@@ -71,3 +77,21 @@ def drop_extent(state: StoreState, extent: int) -> None:
     quarantined = slots[pool.states(slots) == SlotState.QUARANTINED]
     pool.free(quarantined)
     state.extents.remove(extent)
+
+
+def forget_blocks(state: StoreState, extent: int) -> int:
+    """The bytes of an HBM extent are not what they were: its blocks end, the memory stays. Returns how many.
+
+    Raises: NotFound; InvalidArgument for another tier's; FailedPrecondition, with nothing done, where anybody holds a
+    slot of it.
+    """
+    if state.extents.require(extent) is not Tier.HBM:
+        raise InvalidArgument(f"extent {extent} is no HBM")
+    base, size = state.extents.range(extent)
+    slots = np.arange(base, base + size, dtype=np.uint32)
+    if state.hbm.holders[slots].any():
+        raise FailedPrecondition(f"slots of extent {extent} are held")
+    sealed = slots[state.hbm.sealed(slots)]
+    if len(sealed):
+        state.drop_copies(Tier.HBM, sealed, MissCause.CORRUPT)
+    return len(sealed)

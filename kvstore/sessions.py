@@ -134,6 +134,7 @@ class Sessions:
         device: int | None,
         slot_bytes: int,
         members: int,
+        identity: int = 0,
     ) -> Session:
         """A new session, ATTACHING. Raises: ResourceExhausted when all are taken; InvalidArgument."""
         columns = self._columns
@@ -154,6 +155,7 @@ class Sessions:
         columns.session_token[session] = np.frombuffer(token_digest, dtype=np.uint8)
         columns.session_device[session] = NO_DEVICE if device is None else device
         columns.session_slot_bytes[session] = slot_bytes
+        columns.session_identity[session] = identity
         columns.session_members[session] = members
         columns.session_since[session] = now_ms
         columns.session_state[session] = SessionState.ATTACHING

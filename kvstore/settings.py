@@ -7,12 +7,13 @@ in capitals after `KVSTORE_`. Field types choose the grammar, so a new field nee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from kvstore.config import Config, Durability, NvmePath, ServeConfig, default_socket, parse_toml
+from kvstore.config import Config, Durability, HbmBudget, NvmePath, ServeConfig, default_socket, parse_toml
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.units import parse_duration, parse_size, write_duration, write_size
 
@@ -103,7 +104,7 @@ def _walk(record: object, prefix: str = "") -> Iterator[tuple[str, tuple[str, ob
     assert is_dataclass(record)
     for item in fields(record):
         value: object = getattr(record, item.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, HbmBudget):
             yield from _walk(value, "" if item.name == "serve" else f"{prefix}{item.name}.")
         else:
             yield prefix + _bare(item.name), (item.name, value)
@@ -169,6 +170,19 @@ def _durability(raw: object) -> Durability:
         _wrong(raw, "one of " + ", ".join(choice.value for choice in Durability))
 
 
+def _hbm_budget(raw: object) -> HbmBudget:
+    """`8GiB`, or `80%` of what is free."""
+    if not _is(raw, str, int):
+        _wrong(raw, "a size like 8GiB, or a share of what is free like 80%")
+    text = str(raw).strip()
+    if not text.endswith("%"):
+        return HbmBudget(size_bytes=parse_size(text))
+    share = text[:-1].strip()
+    if not share.isdecimal() or not 1 <= int(share) <= 100:
+        _wrong(raw, "a share of what is free, from 1% to 100%")
+    return HbmBudget(share_percent=int(share))
+
+
 def _nvme(raw: object) -> tuple[NvmePath, ...]:
     """`["/path:100GiB", …]`, or with commas in one text."""
     items = raw.split(",") if isinstance(raw, str) else raw
@@ -181,6 +195,8 @@ def _nvme_path(item: object) -> NvmePath:
     path, _, capacity = item.strip().rpartition(":") if isinstance(item, str) else ("", "", "")
     if not path:
         _wrong(item, "path:size, like /var/lib/kvstore:100GiB")
+    if re.search(r":[^/,]*,", path):  # a second path:size in the same text
+        _wrong(item, "one path:size; give each path as an item of its own")
     return NvmePath(path=path, capacity_bytes=parse_size(capacity))
 
 
@@ -188,6 +204,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "int": _integer,
     "str": _string,
     "Durability": _durability,
+    "HbmBudget": _hbm_budget,
     "tuple[NvmePath, ...]": _nvme,
 }
 
@@ -234,6 +251,8 @@ def _refuse_unknown(layer: _Layer, keys: Mapping[str, object]) -> None:
 def _plain(value: object) -> bool | int | float | str | tuple[str, ...] | None:
     if isinstance(value, Durability):
         return value.value
+    if isinstance(value, HbmBudget):
+        return value.size_bytes or str(value)
     if isinstance(value, tuple):
         return tuple(str(item) for item in value)
     assert value is None or isinstance(value, bool | int | float | str)
@@ -242,6 +261,8 @@ def _plain(value: object) -> bool | int | float | str | tuple[str, ...] | None:
 
 def _text(name: str, value: object) -> str | tuple[str, ...]:
     """`value` as people write it; it reads back to the same."""
+    if isinstance(value, HbmBudget):
+        return str(value)
     plain = _plain(value)
     if isinstance(plain, tuple):
         return plain

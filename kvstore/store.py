@@ -40,6 +40,7 @@ from kvstore.moves import (
     Explanation,
     ExtentId,
     ExtentInfo,
+    FlushLeft,
     FlushMark,
     Grant,
     NamespaceId,
@@ -146,13 +147,33 @@ class Store:
     # ------------------------------------------------------------ memory
 
     def add_extent(
-        self, *, tier: Tier, device: int, nbytes: int, slot_bytes: int = 0, extent: int | None = None
+        self,
+        *,
+        tier: Tier,
+        device: int,
+        nbytes: int,
+        slot_bytes: int = 0,
+        extent: int | None = None,
+        identity: int = 0,
     ) -> ExtentId:
         """New memory of a tier. `device`: HBM device, NVMe path, 0 in DRAM. `slot_bytes` 0: a class takes it on demand.
 
-        `extent` asks for that very position in the table. Raises: InvalidArgument, ResourceExhausted.
+        `extent` asks for that very position in the table; `identity` is the digest of an HBM device. Raises:
+        InvalidArgument, ResourceExhausted.
         """
-        return resizing.add_extent(self._state, tier, device, nbytes, slot_bytes, extent)
+        return resizing.add_extent(self._state, tier, device, nbytes, slot_bytes, extent, identity)
+
+    def forget_blocks(self, extent: int) -> int:
+        """Ends the blocks of an HBM extent whose bytes are not to be believed. See resizing.forget_blocks."""
+        return resizing.forget_blocks(self._state, extent)
+
+    def disown_extent(self, extent: int, identity: int) -> None:
+        """Notes that an extent's blocks are of another device than was stated: no later session gets them.
+
+        Raises: NotFound.
+        """
+        self._state.extents.require(extent)
+        self._state.columns.extent_identity[extent] = identity
 
     def drop_extent(self, extent: int) -> None:
         """The memory of an extent is gone, with all blocks in it. See resizing.drop_extent.
@@ -196,6 +217,7 @@ class Store:
         device: int | None,
         slot_bytes: int,
         members: int,
+        identity: int = 0,
     ) -> SessionId:
         """A new session, ATTACHING until `activate`. Raises: ResourceExhausted, InvalidArgument."""
         self._state.tell_time(now_ms)
@@ -206,6 +228,7 @@ class Store:
             device=device,
             slot_bytes=slot_bytes,
             members=members,
+            identity=identity,
         ).id
 
     def find_session(self, token_digest: bytes) -> SessionId | None:
@@ -411,11 +434,11 @@ class Store:
         return self._moving.take_changes(path)
 
     def flush(self) -> FlushMark:
-        """Queues every block that is in DRAM and not in storage; `unwritten` tells how many are still to come."""
+        """Queues every block that is in DRAM and not in storage; `left_of` tells how many are still to come."""
         return self._moving.flush()
 
-    def unwritten(self, mark: FlushMark) -> int:
-        """Blocks of a flush that storage does not have, lost ones included; queues again what was dropped."""
+    def left_of(self, mark: FlushMark) -> FlushLeft:
+        """What is left of a flush; queues again what was dropped."""
         return self._moving.left_of(mark)
 
     def tick(self, now_ms: int) -> None:
@@ -481,6 +504,12 @@ class Store:
     def clear(self, namespace: int | None) -> ClearResult:
         """Removes every block of a namespace (None: of all) that nobody holds."""
         return clearing.clear(self._state, namespace)
+
+    def namespace_digest(self, namespace: int) -> bytes:
+        """First 16 bytes of a namespace's digest, as storage knows it; zeros for one that does not exist."""
+        if namespace >= self._state.columns.shape.max_namespaces:
+            return bytes(16)
+        return self._state.namespaces.digests16(np.array([namespace], dtype=np.uint32)).tobytes()
 
     def explain(self, *, namespace: int, hashes: U64) -> Explanation:
         """Why a chain is no hit from some block on. Raises: InvalidArgument."""

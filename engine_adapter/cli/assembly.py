@@ -7,14 +7,16 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_adapter.base import BlockManager
+from engine_adapter.budget import hbm_bytes
+from engine_adapter.engine.device import compute_dtype, device_name, resolve_device
 from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
-from engine_adapter.engine.source import ModelSource, find_model
+from engine_adapter.engine.source import ModelSource, find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
@@ -28,13 +30,15 @@ __all__ = [
     "EngineOptions",
     "default_listen",
     "engine_settings",
+    "model_source",
     "open_engine",
     "share_the_cpu",
     "store_geometry",
 ]
 
 _MAX_SLUG_CHARACTERS = 32
-_KV_DTYPE = "float32"  # of the engine's KV on the CPU
+_CPU_CHUNK_TOKENS = 512
+_GPU_CHUNK_TOKENS = 8192  # so many rows keep the products at the rate of the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,15 @@ def share_the_cpu() -> None:
 def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator[Engine]:
     """An engine that is ready for its first request; `tell` hears what is being done.
 
-    Raises ModelError for a model that cannot run, and what connecting to the daemon raises.
+    Raises ModelError for a model that cannot run, ConfigError for a device that is not there, and what connecting to
+    the daemon raises.
     """
-    source = find_model(options.worker.model)
+    source = model_source(options.worker)
     settings = engine_settings(options.worker, deterministic=options.deterministic)
-    with _block_manager(options, source, settings) as blocks:
+    pages = _num_pages(options, source, settings)
+    # The daemon may own more of the device than was asked for; a request must fit what was.
+    settings = replace(settings, max_tokens=pages * options.worker.block_tokens)
+    with _block_manager(options, source, settings, pages) as blocks:
         tell("loading torch")
         from engine_adapter.engine.engine import Engine
         from engine_adapter.engine.loader import load_model
@@ -80,43 +88,66 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
         tell("loading the weights")
         engine = Engine(load_model(source, settings), blocks, settings)
         tell("warming up")
+        engine.prepare()
         _warm_up(engine)
         yield engine
 
 
+def model_source(worker: WorkerConfig) -> ModelSource:
+    """The model that this configuration names. Raises ModelError."""
+    return find_shape(worker.model) if worker.load_format == "dummy" else find_model(worker.model)
+
+
 def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSettings:
-    """How the engine runs with this configuration."""
+    """How the engine runs with this configuration. Raises ConfigError for a device that is not there."""
+    device = resolve_device(worker.device)
+    on_gpu = device != "cpu"
     return EngineSettings(
         deterministic=deterministic,
-        chunk_tokens=worker.chunk_tokens,
+        device=device,
+        device_name=device_name(device) if deterministic else "",
+        overlap=1 if on_gpu and not deterministic else 0,
+        chunk_tokens=worker.chunk_tokens or (_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS),
         max_running=worker.max_requests,
         threads=worker.threads or len(os.sched_getaffinity(0)),
     )
 
 
 def store_geometry(source: ModelSource, worker: WorkerConfig) -> Geometry:
-    """The shape of a block of this model with this configuration."""
-    return model_geometry(source, block_tokens=worker.block_tokens, dtype=_KV_DTYPE)
+    """The shape of a block of this model with this configuration. Raises ConfigError as `engine_settings`."""
+    dtype = compute_dtype(resolve_device(worker.device))
+    return model_geometry(source, block_tokens=worker.block_tokens, dtype=dtype)
+
+
+def _num_pages(options: EngineOptions, source: ModelSource, settings: EngineSettings) -> int:
+    """Pages of the device's KV memory; at least one."""
+    worker, dtype = options.worker, compute_dtype(settings.device)
+    slot_bytes = model_geometry(source, block_tokens=worker.block_tokens, dtype=dtype).slot_bytes
+    if options.store is not None:
+        _find_daemon(options.store)
+    budget_bytes = hbm_bytes(worker.hbm, settings.device, options.store, timeout_s=options.timeout_s)
+    if budget_bytes < slot_bytes:
+        raise ConfigError(
+            f"worker.hbm: {format_size(budget_bytes)} holds not even one block of this model "
+            f"({format_size(slot_bytes)})"
+        )
+    return budget_bytes // slot_bytes
 
 
 @contextmanager
 def _block_manager(
-    options: EngineOptions, source: ModelSource, settings: EngineSettings
+    options: EngineOptions, source: ModelSource, settings: EngineSettings, pages: int
 ) -> Iterator[BlockManager]:
     """Pages: the store's, or this process's own where there is no cache."""
     geometry = store_geometry(source, options.worker)
-    pages = options.worker.hbm_bytes // geometry.slot_bytes
-    if pages < 1:
-        raise ConfigError(
-            f"worker.hbm: {format_size(options.worker.hbm_bytes)} holds not even one block of this model "
-            f"({format_size(geometry.slot_bytes)})"
-        )
     if options.store is None:
         yield PlainBlockManager(
-            num_pages=pages, page_bytes=geometry.slot_bytes, block_tokens=geometry.block_tokens
+            num_pages=pages,
+            page_bytes=geometry.slot_bytes,
+            block_tokens=geometry.block_tokens,
+            device=settings.device,
         )
         return
-    _find_daemon(options.store)
     from engine_adapter.opening import open_block_manager
 
     with open_block_manager(
@@ -125,6 +156,7 @@ def _block_manager(
         geometry=geometry,
         parts=namespace_parts(source, geometry, settings),
         hbm_bytes=pages * geometry.slot_bytes,
+        device=settings.device,
         timeout_s=options.timeout_s,
     ) as blocks:
         yield blocks

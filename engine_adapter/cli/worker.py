@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
+from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
 from engine_adapter.listening import listening, make_own_folder
 from kvstore.cli.settings import load_settings
 from kvstore.units import format_duration
@@ -27,15 +28,18 @@ _log = logging.getLogger(__name__)
 
 def worker(
     *,
-    model: Annotated[
-        str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")
-    ] = None,
+    model: ModelOption = None,
+    load_format: LoadFormatOption = None,
+    device: DeviceOption = None,
     listen: Annotated[
         Path | None, typer.Option(help="Socket for requests; beside the daemon's if not given.")
     ] = None,
     socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Run without the store.")] = False,
-    hbm: Annotated[str | None, typer.Option(help="KV memory of the device, like 1GiB.")] = None,
+    hbm: Annotated[
+        str | None,
+        typer.Option(help="KV memory of the device, like 8GiB, or like 80% of what is free there."),
+    ] = None,
     block_tokens: Annotated[int | None, typer.Option(help="Tokens in a block.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of one prefill step.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests in one batch.")] = None,
@@ -54,6 +58,8 @@ def worker(
     flags = {
         "socket": socket,
         "worker.model": model,
+        "worker.load_format": load_format,
+        "worker.device": device,
         "worker.socket": None if listen is None else str(listen),
         "worker.hbm": hbm,
         "worker.block_tokens": block_tokens,

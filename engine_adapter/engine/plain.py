@@ -1,4 +1,4 @@
-"""A block manager without a cache, in process memory: the twin for tests, and what `--no-cache` runs on."""
+"""A block manager without a cache, in this process's memory: the twin for tests, and what `--no-cache` runs on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, RequestId
+from engine_adapter.base import Admission, Pages, RequestId
 
 __all__ = ["PlainBlockManager"]
 
@@ -20,14 +20,16 @@ class _Table:
 class PlainBlockManager:
     """Pages from a free stack; nothing is ever cached. Implements `engine_adapter.base.BlockManager`."""
 
-    def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int) -> None:
+    def __init__(self, *, num_pages: int, page_bytes: int, block_tokens: int, device: str = "cpu") -> None:
+        """`device` is `cpu` or, for pages of torch's allocator on a GPU, `cuda:N`."""
         self.block_tokens = block_tokens
-        self._pages = np.zeros((num_pages, page_bytes), np.uint8)
+        make = _host_pages if device == "cpu" else _device_pages
+        self._pages: Pages = make(num_pages, page_bytes, device)
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._tables: dict[RequestId, _Table] = {}
 
-    def kv_pages(self) -> NDArray[np.uint8]:
+    def kv_pages(self) -> Pages:
         return self._pages
 
     def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
@@ -81,4 +83,20 @@ class PlainBlockManager:
         """Every page is free or in exactly one table; AssertionError otherwise. O(num_pages)."""
         held = [table.pages[: table.used] for table in self._tables.values()]
         everything = np.concatenate([self._free[: self._num_free], *held])
-        assert np.array_equal(np.sort(everything), np.arange(len(self._pages)))
+        assert np.array_equal(np.sort(everything), np.arange(self._pages.count))
+
+
+def _host_pages(num_pages: int, page_bytes: int, device: str) -> Pages:
+    memory = np.zeros((num_pages, page_bytes), np.uint8)
+    return Pages(
+        address=memory.ctypes.data, count=num_pages, page_bytes=page_bytes, device=device, owner=memory
+    )
+
+
+def _device_pages(num_pages: int, page_bytes: int, device: str) -> Pages:
+    import torch
+
+    memory = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+    return Pages(
+        address=memory.data_ptr(), count=num_pages, page_bytes=page_bytes, device=device, owner=memory
+    )

@@ -9,24 +9,24 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import Descriptors, MappedMemory
-from kvstore.client.memory import HbmMemory
+from kvstore.client.device import DeviceSpec, device_message, hbm_slots, open_device
+from kvstore.client.memory import DramListener, HbmMemory
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import SessionState
-from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError, Unauthenticated, Unavailable
+from kvstore.errors import FailedPrecondition, KvstoreError, Unauthenticated, Unavailable
 from kvstore.geometry import Geometry
 from kvstore.identity import HashChain, namespace_digest
 from kvstore.layout import GENERATION_SHIFT, Tier
 from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["Attachment", "DeviceSpec", "Namespace"]
+__all__ = ["Attachment", "Namespace"]
 
 _LOG = logging.getLogger("kvstore.client")
 _PROTOCOL_VERSION = 1
@@ -34,16 +34,6 @@ _MAP_TIMEOUT_S = 2.0
 _RETRY_S = 0.05
 
 U32 = NDArray[np.uint32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """The owned HBM of a session. `hbm_bytes` is its budget on that device, in bytes."""
-
-    hbm_bytes: int
-    index: int = 0
-    kind: str = "twin"
-    uuid: str = ""
 
 
 class Namespace:
@@ -66,22 +56,35 @@ class Attachment:
     """The attached session, as the daemon knows it."""
 
     def __init__(
-        self, rpc: Rpc, name: str, geometry: Geometry, device: DeviceSpec | None, timeout_s: float
+        self,
+        rpc: Rpc,
+        name: str,
+        geometry: Geometry,
+        spec: DeviceSpec | None,
+        timeout_s: float,
+        listener: DramListener | None = None,
     ) -> None:
-        """Attaches and maps. Raises: as the daemon answers."""
+        """Opens the device, attaches and maps. Raises: as `open_device`, and as the daemon answers."""
         self.geometry = geometry
         self._name = name
-        self._device = device
+        self._spec = spec
+        self._listener = listener
         self._rpc = rpc
         self._timeout_s = timeout_s
         self._namespaces: dict[bytes, Namespace] = {}
         self._opening = threading.Lock()
-        self._reply = self._attach(None)
-        self._descriptors = self._open_descriptors(None)
+        self._device = None if spec is None else open_device(spec)
         try:
-            self.memory: MappedMemory = self._descriptors.open()
+            self._reply = self._attach(None)
+            self._descriptors = self._open_descriptors(None)
+            try:
+                self.memory: MappedMemory = self._descriptors.open()
+            except BaseException:
+                self._detach()
+                raise
         except BaseException:
-            self._detach()
+            if self._device is not None:
+                self._device.close()
             raise
 
     @property
@@ -105,9 +108,14 @@ class Attachment:
         return next(iter(self._namespaces.values()), None)
 
     def close(self) -> None:
-        """Detaches, then ends the liveness connection."""
+        """Detaches, ends the liveness connection, then unmaps: nothing here touches a slot any more."""
         self._detach()
         self._descriptors.close()
+        self.memory.dram.close()
+        if self.memory.hbm is not None:
+            self.memory.hbm.close()
+        if self._device is not None:
+            self._device.close()
 
     @property
     def token(self) -> bytes:
@@ -191,22 +199,31 @@ class Attachment:
             name=self._name,
             groups=groups,
             dtype=self.geometry.dtype,
-            device=_device(self._device),
-            hbm_bytes=0 if self._device is None else self._device.hbm_bytes,
+            device=device_message(self._spec, self._device),
+            hbm_bytes=self._budget_bytes(),
             members=1,
             resume=resume,
         )
         reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
         return reply
 
+    def _budget_bytes(self) -> int:
+        """HBM that the session will have at most: its budget in whole extents."""
+        if self._spec is None or self._device is None or not self._spec.hbm_bytes:
+            return 0
+        slot_bytes = self.geometry.slot_bytes
+        return hbm_slots(self._device, slot_bytes, self._spec.hbm_bytes) * slot_bytes
+
     def _open_descriptors(self, hbm_range: HbmMemory | None) -> Descriptors:
         return Descriptors(
             self._reply.descriptor_socket or descriptor_path(self._rpc.socket_path),
             self._reply.token,
             slot_bytes=self._reply.slot_bytes,
-            hbm_bytes=0 if self._device is None else self._device.hbm_bytes,
+            spec=self._spec,
+            device=self._device,
             timeout_s=self._timeout_s,
             hbm_range=hbm_range,
+            listener=self._listener,
         )
 
     def _open(self, parts: Mapping[str, bytes]) -> pb.OpenNamespaceReply:
@@ -239,11 +256,3 @@ class Attachment:
             self._rpc.call("Detach", pb.DetachRequest(token=self._reply.token), self._timeout_s)
         except KvstoreError as error:  # the daemon sees the process end instead
             _LOG.info("detach: %s", error)
-
-
-def _device(spec: DeviceSpec | None) -> pb.Device | None:
-    if spec is None:
-        return None
-    if spec.kind != "twin":
-        raise InvalidArgument(f"device kind {spec.kind!r} is not built yet: use 'twin'")
-    return pb.Device(kind=pb.DEVICE_KIND_TWIN, index=spec.index, uuid=spec.uuid)

@@ -7,18 +7,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvstore.client.attachment import DeviceSpec
+from kvstore.client.device import DeviceSpec
+from kvstore.client.memory import DramListener
 from kvstore.client.rpc import Rpc
 from kvstore.client.session import Session
 from kvstore.client.state import Targets
-from kvstore.config import default_socket
-from kvstore.errors import InvalidArgument
+from kvstore.config import check_socket_path, default_socket
 from kvstore.geometry import Geometry
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Client", "connect"]
-
-_MAX_PATH_BYTES = 103  # of a unix socket, with room for the suffix of the descriptor socket
 
 
 class Client:
@@ -35,12 +33,14 @@ class Client:
         device: DeviceSpec | None = None,
         *,
         targets: Targets | None = None,
+        listener: DramListener | None = None,
     ) -> Session:
         """Attaches an engine. `name` is shown to people; `device`: its owned HBM, None for none.
 
-        Raises: Unavailable, ResourceExhausted (sessions, slots), InvalidArgument, Unimplemented.
+        `listener` is told of DRAM that is mapped. Raises: Unavailable, ResourceExhausted (sessions, slots),
+        InvalidArgument, Unimplemented; where the device is a GPU, as `tiers.hbm.CudaDevice` too.
         """
-        return Session(self._rpc, name, geometry, device, targets, self._timeout_s)
+        return Session(self._rpc, name, geometry, device, targets, self._timeout_s, listener)
 
     def describe(self) -> pb.DescribeReply:
         """Version, boot epoch, process ids and configuration of the daemon."""
@@ -81,11 +81,8 @@ def connect(socket: str | Path | None = None, *, timeout_s: float = 5.0) -> Clie
     """The client of the daemon that listens on `socket` (None: where `kvstore serve` listens by default).
 
     Returns at once: the first call finds out whether anybody is there (Unavailable). `timeout_s` bounds unary calls.
-    Raises: InvalidArgument for a path that is too long for a unix socket.
+    Raises: ConfigError for a path that is too long for a unix socket.
     """
     path = str(socket) if socket is not None else default_socket(os.environ, os.getuid())
-    if len(path.encode()) > _MAX_PATH_BYTES:
-        raise InvalidArgument(
-            f"the socket's path is {len(path.encode())} bytes, at most {_MAX_PATH_BYTES}: {path}"
-        )
+    check_socket_path(path)
     return Client(path, timeout_s)

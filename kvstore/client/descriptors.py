@@ -17,16 +17,17 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.memory import DramMemory, HbmMemory, SharedTables
+from kvstore.client.device import DeviceSpec, hbm_slots, slots_per_extent
+from kvstore.client.memory import DramListener, DramMemory, HbmMemory, SharedTables
+from kvstore.client.trust import alone, first_difference
 from kvstore.errors import DeadlineExceeded, FailedPrecondition, KvstoreError, ResourceExhausted, Unavailable
 from kvstore.layout import Tier
 from kvstore.wire import descriptors as wire
-from tiers.memfd import create_memfd
+from tiers.base import Device, Sharing
 
 __all__ = ["Descriptors", "MappedMemory"]
 
 _LOG = logging.getLogger("kvstore.client")
-_HBM_EXTENT_BYTES = 64 << 20
 _RANGE_FACTOR = 4
 """Address space beyond a session's own budget, for extents that other sessions of the device bring."""
 
@@ -57,16 +58,23 @@ class Descriptors:
         token: bytes,
         *,
         slot_bytes: int,
-        hbm_bytes: int,
+        spec: DeviceSpec | None,
+        device: Device | None,
         timeout_s: float,
         hbm_range: HbmMemory | None = None,
+        listener: DramListener | None = None,
     ) -> None:
-        """`hbm_range`: pages of a session that this one takes the place of; its extents are mapped there."""
+        """`hbm_range`: pages of a session that this one takes the place of; its extents are mapped there.
+
+        `device` is what `spec` names, opened by the caller, who closes it after the memory.
+        """
         self._range = hbm_range
+        self._listener = listener
+        self._spec = spec
+        self._device = device
         self._path = path
         self._token = token
         self._slot_bytes = slot_bytes
-        self._hbm_bytes = hbm_bytes
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -134,7 +142,7 @@ class Descriptors:
         try:
             if known is None:
                 tables = SharedTables(received.fds[0], received.message.nbytes)
-                memory = MappedMemory(tables, DramMemory(tables.columns), None)
+                memory = MappedMemory(tables, DramMemory(tables.columns, self._listener), None)
             else:
                 memory = known
         finally:
@@ -142,8 +150,8 @@ class Descriptors:
         hbm: list[wire.Received] = []
         try:
             self._receive_extents(memory, hbm)
-            if known is None and self._hbm_bytes:
-                self._map_hbm(memory, hbm)
+            if known is None and self._spec is not None and self._device is not None and self._spec.hbm_bytes:
+                self._map_hbm(memory, hbm, self._spec, self._device)
         finally:
             for item in hbm:
                 item.close()
@@ -159,53 +167,80 @@ class Descriptors:
             else:
                 self._apply(memory, received)
 
-    def _map_hbm(self, memory: MappedMemory, existing: list[wire.Received]) -> None:
+    def _map_hbm(
+        self, memory: MappedMemory, existing: list[wire.Received], spec: DeviceSpec, device: Device
+    ) -> None:
         """Extents that outlived earlier workers first, then new ones up to the budget."""
-        have = sum(_extent(item).nbytes for item in existing)
-        wanted = self._hbm_bytes // self._slot_bytes * self._slot_bytes
+        slot_bytes = self._slot_bytes
+        wanted = hbm_slots(device, slot_bytes, spec.hbm_bytes)
         slots = memory.tables.columns.shape.hbm_slots
         if self._range is None:
-            capacity_bytes = _RANGE_FACTOR * max(have, wanted)
-            self._range = HbmMemory(slots=slots, slot_bytes=self._slot_bytes, capacity_bytes=capacity_bytes)
+            have = sum(_extent(item).nbytes for item in existing)
+            tier = device.reserve(_RANGE_FACTOR * max(have, wanted * slot_bytes))
+            self._range = HbmMemory(tier, slots=slots, slot_bytes=slot_bytes)
         else:
             self._range.reset(slots)
-        hbm = self._range
+        memory.hbm = hbm = self._range
         for item in existing:
             _add_hbm(hbm, item)
-        memory.hbm = hbm
-        most = max(1, _HBM_EXTENT_BYTES // self._slot_bytes)
-        while (missing := wanted // self._slot_bytes - hbm.num_pages) > 0:
-            if not self._give_extent(memory, hbm, min(most, missing)):
+        if existing:
+            self._check_trust(memory, hbm, spec.index, [_extent(item) for item in existing])
+        most, _ = slots_per_extent(device, slot_bytes)
+        while (missing := wanted - hbm.num_pages) > 0:
+            pages = hbm.num_pages
+            refusal = self._give_extent(memory, hbm, min(most, missing))
+            if refusal is not None and hbm.num_pages == pages:  # else another worker gave some meanwhile
+                _LOG.warning("an HBM extent was refused: %s", refusal)
                 break
         if not hbm.num_pages:
             raise ResourceExhausted("the daemon accepted no HBM extent: see `kvstore status`")
 
-    def _give_extent(self, memory: MappedMemory, hbm: HbmMemory, slots: int) -> bool:
-        """Makes an extent and gives it to the store. False: refused, the pool is as large as it may be."""
-        nbytes = slots * self._slot_bytes
-        assert self._socket is not None
-        fd = create_memfd("hbm", nbytes)
+    def _check_trust(
+        self, memory: MappedMemory, hbm: HbmMemory, device: int, extents: list[wire.Extent]
+    ) -> None:
+        """Has the daemon forget what earlier workers left, where a sample of it is not what DRAM has.
+
+        Raises FailedPrecondition where it cannot, because somebody holds a slot.
+        """
+        columns = memory.tables.columns
+        if not alone(columns, device=device, slot_bytes=self._slot_bytes):
+            return  # others use it, and have looked when they came
+        ranges = [(extent.slot_base, extent.slots) for extent in extents]
+        slot = first_difference(columns, hbm, memory.dram, device=device, ranges=ranges)
+        if slot is None:
+            return
+        _LOG.warning("HBM slot %d of an earlier worker differs from its DRAM copy: none of it is used", slot)
+        for extent in extents:
+            answer = self._ask(memory, wire.Distrust(extent=extent.extent))
+            if isinstance(answer, wire.Refused):
+                raise FailedPrecondition(f"HBM that is not what it was cannot be dropped: {answer.text}")
+
+    def _give_extent(self, memory: MappedMemory, hbm: HbmMemory, slots: int) -> str | None:
+        """Makes an extent and gives it to the store. Returns why it was refused; None: it was taken."""
+        nbytes, plain = slots * self._slot_bytes, hbm.tier.sharing is Sharing.NONE
+        kind = wire.NewPlainHbm if plain else wire.NewHbm
+        fd = hbm.tier.new_extent(nbytes)
         try:
-            message = wire.NewHbm(nbytes=nbytes, slots=slots, slot_bytes=self._slot_bytes)
-            wire.send(self._socket, message, [fd])
-            while True:
-                received = self._receive()
-                answer = received.message
-                if isinstance(answer, wire.Refused):
-                    _LOG.warning("an HBM extent was refused: %s", answer.text)
-                    return False
-                if isinstance(answer, wire.Accepted):
-                    hbm.add(
-                        extent=answer.extent,
-                        fd=os.dup(fd),
-                        nbytes=nbytes,
-                        slot_base=answer.slot_base,
-                        slots=answer.slots,
-                    )
-                    return True
-                self._apply(memory, received)
-        finally:
-            os.close(fd)
+            message = kind(nbytes=nbytes, slots=slots, slot_bytes=self._slot_bytes)
+            answer = self._ask(memory, message, fd)
+        except BaseException:
+            hbm.tier.discard(fd)
+            raise
+        if isinstance(answer, wire.Refused):
+            hbm.tier.discard(fd)
+            return answer.text
+        hbm.add(extent=answer.extent, fd=fd, nbytes=nbytes, slot_base=answer.slot_base, slots=answer.slots)
+        return None
+
+    def _ask(self, memory: MappedMemory, message: wire.Message, *fds: int) -> wire.Accepted | wire.Refused:
+        """Sends what is answered; what comes in between is applied. `fds` stay the caller's."""
+        assert self._socket is not None
+        wire.send(self._socket, message, fds)
+        while True:
+            received = self._receive()
+            if isinstance(received.message, wire.Accepted | wire.Refused):
+                return received.message
+            self._apply(memory, received)
 
     def _receive(self) -> wire.Received:
         assert self._socket is not None

@@ -8,20 +8,20 @@ its extent as it is.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import FailedPrecondition, InvalidArgument
 from kvstore.index import Index
 from kvstore.layout import Columns, Tier, open_columns, read_shape
+from tiers.base import DeviceTier
 from tiers.dram import DramTier
-from tiers.twin import TwinTier
 
-__all__ = ["DramMemory", "HbmMemory", "SharedTables"]
+__all__ = ["DramListener", "DramMemory", "HbmMemory", "SharedTables"]
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -41,13 +41,30 @@ class SharedTables:
         self.index = Index(self.columns)
 
 
+class DramListener(Protocol):
+    """Told of DRAM extents by the thread that maps them, which waits: a copier pins them for its device.
+
+    An extent is unmapped when no slot of it is held, or at the end of the session, after the copier was closed.
+    Neither call raises.
+    """
+
+    def register(self, address: int, nbytes: int) -> None:
+        """An extent has been mapped."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """An extent is about to be unmapped."""
+        ...
+
+
 class DramMemory:
     """DRAM extents that this process maps, by their line in the extents table. One thread maps; any thread reads."""
 
-    __slots__ = ("_columns", "_mapped", "_tier")
+    __slots__ = ("_columns", "_listener", "_mapped", "_tier")
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, listener: DramListener | None = None) -> None:
         self._columns = columns
+        self._listener = listener
         self._tier = DramTier()
         self._mapped = np.zeros(columns.shape.max_extents, dtype=np.bool_)
 
@@ -57,18 +74,22 @@ class DramMemory:
             os.close(fd)
             return
         self._tier.adopt(extent, fd, nbytes)
+        if self._listener is not None:
+            self._listener.register(self._tier.address(extent), nbytes)
         self._mapped[extent] = True
 
     def remove(self, extent: int) -> None:
         """Unmaps an extent that left the store: nobody holds a slot of it any more."""
         if self._mapped[extent]:
             self._mapped[extent] = False
+            if self._listener is not None:
+                self._listener.unregister(self._tier.address(extent))
             self._tier.drop(extent)
 
     def close(self) -> None:
         """Unmaps everything."""
-        self._mapped.fill(False)
-        self._tier.close()
+        for extent in np.flatnonzero(self._mapped).tolist():
+            self.remove(extent)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +98,12 @@ class DramMemory:
 
     def mapped(self, slots: U32) -> bool:
         """Whether this process can reach all of these slots. O(n)."""
-        return bool(self._mapped[self._columns.pool(Tier.DRAM).extent[slots]].all())
+        return bool(self.reachable(slots).all())
+
+    def reachable(self, slots: U32) -> NDArray[np.bool_]:
+        """[n] slots that this process has mapped. O(n)."""
+        reachable: NDArray[np.bool_] = self._mapped[self._columns.pool(Tier.DRAM).extent[slots]]
+        return reachable
 
     def address_of(self, slots: U32) -> U64:
         """[n] addresses of slots that the session holds. Raises: NotFound where one is not mapped. O(n)."""
@@ -97,27 +123,24 @@ class DramMemory:
 class HbmMemory:
     """The HBM pages of this process: extents of one device and slot class, mapped in a row.
 
-    `pages` is the whole address range, `[pages, slot_bytes]`, the same array for good: extents that other sessions of
-    the device bring later are mapped behind the first ones. Only pages of slots that are held may be touched; the end
-    of the range is address space without memory.
+    Pages are the whole address range for good: extents that other sessions of the device bring later are mapped behind
+    the first ones. Only pages of slots that are held may be touched; the end of the range is address space without
+    memory.
     """
 
-    __slots__ = ("_page_of", "_slot_of", "_tier", "pages", "slot_bytes")
+    __slots__ = ("_page_of", "_slot_of", "_tier", "slot_bytes")
 
-    def __init__(self, *, slots: int, slot_bytes: int, capacity_bytes: int) -> None:
-        """`slots`: of the store's HBM pool; `capacity_bytes`: most that `add` will map."""
-        capacity_bytes = capacity_bytes // slot_bytes * slot_bytes
+    def __init__(self, tier: DeviceTier, *, slots: int, slot_bytes: int) -> None:
+        """`tier` is empty and becomes ours; `slots`: of the store's HBM pool."""
         self.slot_bytes = slot_bytes
-        self._tier = TwinTier(capacity_bytes)
-        memory = (ctypes.c_uint8 * capacity_bytes).from_address(self._tier.base)
-        self.pages: U8 = np.ctypeslib.as_array(memory).reshape(-1, slot_bytes)
+        self._tier = tier
         self._page_of = np.full(slots, -1, dtype=np.int32)
         self._slot_of: U32 = np.empty(0, dtype=np.uint32)
 
     def add(self, *, extent: int, fd: int, nbytes: int, slot_base: int, slots: int) -> None:
         """Maps an extent behind the others. `fd` becomes ours. Raises: ResourceExhausted where the range is full."""
         if nbytes != slots * self.slot_bytes:
-            os.close(fd)
+            self._tier.discard(fd)
             raise InvalidArgument("an HBM extent is a whole number of slots")
         self._tier.adopt(extent, fd, nbytes)
         first = self._tier.offset(extent) // self.slot_bytes
@@ -133,13 +156,43 @@ class HbmMemory:
         self._slot_of = np.empty(0, dtype=np.uint32)
 
     def close(self) -> None:
-        """Unmaps everything; views of `pages` must be gone."""
+        """Unmaps everything; views of pages must be gone."""
         self._tier.close()
+
+    @property
+    def tier(self) -> DeviceTier:
+        """Where extents are made. Extents that are mapped go through `add`."""
+        return self._tier
+
+    @property
+    def device(self) -> str:
+        """Where the pages are, as torch says it: "cpu" (a twin) or "cuda:0"."""
+        return self._tier.device
+
+    @property
+    def base(self) -> int:
+        """Address of page 0."""
+        return self._tier.base
+
+    @property
+    def num_pages_reserved(self) -> int:
+        """Pages that have an address; only the first `num_pages` have memory."""
+        return self._tier.capacity_bytes // self.slot_bytes
 
     @property
     def num_pages(self) -> int:
         """Pages that have memory: the first ones."""
         return len(self._slot_of)
+
+    @property
+    def pages(self) -> U8:
+        """The whole range of a twin, `[num_pages_reserved, slot_bytes]`, shared.
+
+        Raises: FailedPrecondition for a GPU's, which the host cannot touch: see `read`.
+        """
+        if self.device != "cpu":
+            raise FailedPrecondition(f"pages of {self.device} are not in host memory")
+        return np.asarray(_HostPages(self))
 
     def mapped(self, slots: U32) -> bool:
         """Whether this process can reach all of these slots. O(n)."""
@@ -162,6 +215,29 @@ class HbmMemory:
         return addresses
 
     def view(self, slot: int) -> U8:
-        """The bytes of one slot, `[slot_bytes]`, shared."""
+        """The bytes of one slot of a twin, `[slot_bytes]`, shared. Raises: as `pages`."""
         page: U8 = self.pages[int(self._page_of[slot])]
         return page
+
+    def read(self, slot: int) -> bytes:
+        """A copy of one slot's bytes, from whatever device. Waits for it."""
+        return self._tier.read(self.base + int(self._page_of[slot]) * self.slot_bytes, self.slot_bytes)
+
+    def write(self, slot: int, data: bytes) -> None:
+        """Copies bytes to the beginning of a slot that the session fills, on whatever device. Waits for it."""
+        self._tier.write(self.base + int(self._page_of[slot]) * self.slot_bytes, data)
+
+
+class _HostPages:
+    """What numpy views uncopied; the view keeps the memory's owner."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, owner: HbmMemory) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "shape": (owner.num_pages_reserved, owner.slot_bytes),
+            "typestr": "|u1",
+            "data": (owner.base, False),
+            "version": 3,
+        }

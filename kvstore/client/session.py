@@ -16,12 +16,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.attachment import Attachment, DeviceSpec, Namespace
+from kvstore.client.attachment import Attachment, Namespace
 from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import MappedMemory
+from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Event
 from kvstore.client.grant import PendingGrant
-from kvstore.client.memory import DramMemory, HbmMemory
+from kvstore.client.memory import DramListener, DramMemory, HbmMemory
 from kvstore.client.outbox import Cancel, Prefetch
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import Listener, SessionState, Targets
@@ -58,6 +59,7 @@ class Session:
         device: DeviceSpec | None,
         targets: Targets | None,
         timeout_s: float,
+        listener: DramListener | None = None,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
         self.name = name
@@ -65,7 +67,7 @@ class Session:
         self.device = device
         self._timeout_s = timeout_s
         self._closed = False
-        self._attachment = Attachment(rpc, name, geometry, device, timeout_s)
+        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener)
         memory = self._attachment.memory
         targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0)
         self._state = SessionState(memory.tables.columns.shape, self._attachment.max_message_blocks, targets)

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import ServeConfig
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.descriptors import DescriptorServer
+from kvstore.daemon.devices import Devices, load_nvml
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
+from kvstore.daemon.machine import check_disks
 from kvstore.daemon.memory import Memory, extent_plan
 from kvstore.daemon.movers import Movers
 from kvstore.daemon.notify import Notifier
@@ -122,6 +124,7 @@ class Daemon:
         self._spawn(self._memory.grow_forever())
         self._spawn(self._sweep_forever())
         self._spawn(self._kept.watch_keeper())
+        self._devices.start()
         self._say_ready(tables, len(members))
 
     def _build(self, tables: Tables, secret: bytes) -> None:
@@ -131,6 +134,7 @@ class Daemon:
         self._descriptors = DescriptorServer(
             owner=self._owner, sessions=self._sessions, memory=self._memory, tables_fd=tables.fd
         )
+        self._devices = Devices(self._owner, self._memory, load_nvml)
         self._movers = Movers(
             owner=self._owner,
             kept=self._kept,
@@ -143,6 +147,7 @@ class Daemon:
             owner=self._owner,
             sessions=self._sessions,
             memory=self._memory,
+            devices=self._devices,
             movers=self._movers,
             secret=secret,
             keeper_pid=lambda: self._kept.keeper_pid,
@@ -150,7 +155,7 @@ class Daemon:
         self._services = Services(
             owner=self._owner,
             unary=unary,
-            admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory),
+            admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory, movers=self._movers),
             streams=SessionStreams(self._owner),
         )
         self._metrics = _metrics_server(self._config.metrics_port, unary)
@@ -159,15 +164,25 @@ class Daemon:
 
     async def _secret(self) -> bytes:
         try:
-            on_disk = await asyncio.wait_for(
-                asyncio.to_thread(secret_on_disk, self._config), _SECRET_TIMEOUT_S
-            )
+            on_disk = await asyncio.wait_for(asyncio.to_thread(self._look_at_disks), _SECRET_TIMEOUT_S)
         except TimeoutError:
             raise ConfigError(
                 f"nvme: {self._config.nvme[0].path} does not answer: is its disk well?"
             ) from None
         secret, self._secret_fd = tenant_secret(self._inherited, on_disk)
         return secret
+
+    def _look_at_disks(self) -> bytes | None:
+        """The secret beside the slabs. Blocks on the disks: runs in a thread."""
+        if TABLES not in self._inherited:
+            check_disks(self._config)
+        try:
+            return secret_on_disk(self._config)
+        except ConfigError as error:
+            if SECRET not in self._inherited:
+                raise
+            _LOG.warning("secret not read", error=error)  # the path says so when it is opened; memory goes on
+            return None
 
     def _start_paths(self) -> list[asyncio.Event]:
         opened = []
@@ -243,9 +258,10 @@ class Daemon:
         for session in self._owner.sessions.values():
             session.post(draining=pb.Draining(deadline_ms=round(deadline_s * 1000)))
         if self._config.nvme:
-            durable, left = await self._movers.flush(deadline_s)
+            durable, left = await self._movers.drain(deadline_s)
             _LOG.info("flushed", durable=durable, left=left)
         self._descriptors.close()
+        self._devices.close()
         if self._metrics is not None:
             self._metrics.close()
         await self._services.stop(_STREAM_GRACE_S)

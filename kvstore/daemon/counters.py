@@ -28,6 +28,7 @@ _NAMES = (
     "attaches_total",
     "calls_failed_total",
     "descriptor_refusals_total",
+    "hbm_distrusted_total",
     "internal_errors_total",
     "keeper_restarts_total",
     "messages_refused_total",

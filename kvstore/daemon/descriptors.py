@@ -10,6 +10,7 @@ waits in its queue, bounded by the number of extents. Owner loop only.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -25,6 +26,7 @@ from kvstore.errors import InvalidArgument, KvstoreError, PermissionDenied
 from kvstore.layout import Tier
 from kvstore.moves import ExtentInfo, SessionId
 from kvstore.wire import descriptors as wire
+from tiers.base import Sharing
 
 __all__ = ["DescriptorServer"]
 
@@ -34,6 +36,12 @@ _BACKLOG = 512  # a full one refuses at once: processes that start together must
 _HELLO_TIMEOUT_S = 5.0
 _MAX_REFUSALS = 64  # that one connection gets logged, and that wait for it unread; more are counted only
 _UCRED = struct.Struct("3i")
+_STARVED = (
+    errno.ETOOMANYREFS,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # the kernel takes no descriptor now, and will later
+_RETRY_S = 0.05
 
 
 class _Connection:
@@ -50,6 +58,9 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[wire.Message, tuple[int, ...]]] = deque()
         self._closed = False
+        self._behind = False
+        """Whether a message with a descriptor could not even be queued: then the whole set is sent again."""
+        self._retry: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
 
@@ -60,11 +71,19 @@ class _Connection:
         self._loop.add_reader(self.socket, self._readable)
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Queues a message; `fds` stay the caller's."""
-        if not self._closed:
-            self._queue.append((message, tuple(os.dup(fd) for fd in fds)))
-            if len(self._queue) == 1:
-                self._flush()
+        """Queues a message; `fds` stay the caller's. Never raises: what cannot be queued or sent now is tried again."""
+        if self._closed:
+            return
+        try:
+            ours = tuple(os.dup(fd) for fd in fds)
+        except OSError as error:
+            _LOG.warning("message waits", kind=type(message).__name__, error=error)
+            self._behind = True
+            self._try_again_later()
+            return
+        self._queue.append((message, ours))
+        if len(self._queue) == 1:
+            self._flush()
 
     @property
     def unread(self) -> int:
@@ -79,12 +98,27 @@ class _Connection:
             except BlockingIOError:
                 self._loop.add_writer(self.socket, self._flush)
                 return
-            except OSError:
-                pass  # the peer has gone: reading says so
+            except OSError as error:
+                if error.errno in _STARVED:  # the socket is writable all the time: ask again by the clock
+                    self._loop.remove_writer(self.socket)
+                    self._try_again_later()
+                    return
+                # The peer has gone: reading says so.
             self._queue.popleft()
             for fd in fds:
                 os.close(fd)
         self._loop.remove_writer(self.socket)
+
+    def _try_again_later(self) -> None:
+        if self._retry is None:
+            self._retry = self._loop.call_later(_RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        if self._behind:
+            self._behind = False
+            self._server.send_again(self)
+        self._flush()
 
     def _readable(self) -> None:
         try:
@@ -122,6 +156,8 @@ class _Connection:
         if self._closed:
             return
         self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
         self.said_hello()
         self._loop.remove_reader(self.socket)
         self._loop.remove_writer(self.socket)
@@ -175,8 +211,10 @@ class DescriptorServer:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # gone again, or out of descriptors: the next one tells
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, *_STARVED):
+                self._pause_accepting()  # whoever waits stays readable: asking at once would take all of the loop
+            return  # else it has gone again
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         connection = _Connection(self, sock)
         if uid not in (os.geteuid(), 0):
@@ -188,6 +226,17 @@ class DescriptorServer:
         else:
             self._strangers.add(connection)
             connection.start()
+
+    def _pause_accepting(self) -> None:
+        listener, loop = self._listener, asyncio.get_running_loop()
+        assert listener is not None
+        loop.remove_reader(listener)
+
+        def resume() -> None:
+            if listener.fileno() >= 0:
+                loop.add_reader(listener, self._accept)
+
+        loop.call_later(_RETRY_S, resume)
 
     async def handle(self, connection: _Connection, received: wire.Received) -> None:
         """One message of a peer. Its descriptors are ours."""
@@ -201,7 +250,9 @@ class DescriptorServer:
                     )
                 taken = True
                 await self._hello(connection, message, received.fds[0])
-            elif isinstance(message, wire.NewHbm) and connection.member is not None:
+            elif isinstance(message, wire.Distrust) and connection.member is not None:
+                self._distrust(connection, connection.member, message)
+            elif isinstance(message, wire.NewHbm | wire.NewPlainHbm) and connection.member is not None:
                 if len(received.fds) != 1:
                     raise InvalidArgument("a new HBM extent carries one descriptor, its memory")
                 taken = True
@@ -234,7 +285,26 @@ class DescriptorServer:
                     connection.send(_extent_message(info), [fd])
         connection.send(wire.Ready())
 
-    async def _new_hbm(self, connection: _Connection, member: Member, message: wire.NewHbm, fd: int) -> None:
+    def send_again(self, connection: _Connection) -> None:
+        """A member has missed something: it is sent everything, and passes over what it has."""
+        member = connection.member
+        session = None if member is None else self._owner.sessions.get(member.session)
+        if session is not None:
+            self._send_first_set(connection, session)
+
+    def _distrust(self, connection: _Connection, member: Member, message: wire.Distrust) -> None:
+        session = self._owner.sessions.get(member.session)
+        if session is None:
+            raise InvalidArgument("the session has ended")
+        connection.send(_accepted(self._memory.distrust(message.extent, session)))
+
+    async def _new_hbm(
+        self,
+        connection: _Connection,
+        member: Member,
+        message: wire.NewHbm | wire.NewPlainHbm,
+        fd: int,
+    ) -> None:
         session = self._owner.sessions.get(member.session)
         if session is None or session.device is None or message.slot_bytes != session.slot_bytes:
             os.close(fd)
@@ -242,15 +312,15 @@ class DescriptorServer:
         connection.giving = fd
         try:
             info = await self._memory.add_hbm(
-                device=session.device,
-                slot_bytes=message.slot_bytes,
+                session,
                 slots=message.slots,
                 nbytes=message.nbytes,
+                sharing=Sharing.DESCRIPTORS if isinstance(message, wire.NewHbm) else Sharing.NONE,
                 fd=fd,
             )
         finally:
             connection.giving = None
-        connection.send(wire.Accepted(extent=info.extent, slot_base=info.slot_base, slots=info.slots))
+        connection.send(_accepted(info))
 
     def _extent_added(self, info: ExtentInfo, fd: int) -> None:
         for connection in self._told(info):
@@ -315,6 +385,10 @@ def _concerns(info: ExtentInfo, session: Session) -> bool:
     if info.tier is Tier.DRAM:
         return True
     return info.tier is Tier.HBM and info.device == session.device and info.slot_bytes == session.slot_bytes
+
+
+def _accepted(info: ExtentInfo) -> wire.Accepted:
+    return wire.Accepted(extent=info.extent, slot_base=info.slot_base, slots=info.slots)
 
 
 def _extent_message(info: ExtentInfo) -> wire.Extent:

@@ -16,17 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.config import ServeConfig
+from kvstore.daemon.identity import DISTRUSTED
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
-from kvstore.errors import InvalidArgument, KvstoreError, ResourceExhausted
+from kvstore.daemon.session import Session
+from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError, ResourceExhausted
 from kvstore.faults import fault
 from kvstore.layout import Columns, ExtentState, Tier
 from kvstore.moves import ExtentId, ExtentInfo
 from kvstore.units import format_size
+from tiers.base import PAGE_BYTES, Sharing
 from tiers.memfd import check_sealed, create_memfd
 
-__all__ = ["Memory", "Released", "descriptor_name", "extent_plan"]
+__all__ = ["Memory", "Owned", "Released", "descriptor_name", "extent_plan"]
 
 _LOG = Log("memory")
 _MAX_DRAM_EXTENTS = 1024
@@ -45,6 +48,15 @@ class Released:
 
     released_bytes: int
     kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """HBM of one device, in bytes."""
+
+    total_bytes: int
+    orphan_bytes: int  # of these, mapped by no session
+    plain_bytes: int  # of these, gone with their process
 
 
 def descriptor_name(tier: Tier, extent: int) -> str:
@@ -91,10 +103,24 @@ class Memory:
 
     # ------------------------------------------------------------ arriving
 
-    async def _enter(self, *, tier: Tier, device: int, nbytes: int, slot_bytes: int, fd: int) -> ExtentInfo:
-        """Keeper first, then the store, then everybody who maps it. `fd` becomes ours, also on failure."""
+    async def _enter(
+        self,
+        *,
+        tier: Tier,
+        device: int,
+        nbytes: int,
+        slot_bytes: int,
+        fd: int,
+        identity: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> ExtentInfo:
+        """Keeper first, then the store, then everybody who maps it. `fd` becomes ours, also on failure.
+
+        `check` raises where it may not enter; nothing else enters between it and this extent.
+        """
         try:
             async with self._lock:
+                check()
                 free = np.flatnonzero(self._columns.extent_state == ExtentState.FREE)
                 if not len(free):
                     raise ResourceExhausted(f"all {len(self._columns.extent_state)} extents are in use")
@@ -103,7 +129,12 @@ class Memory:
                 fault("extent.stored")
                 try:
                     extent = self._owner.store.add_extent(
-                        tier=tier, device=device, nbytes=nbytes, slot_bytes=slot_bytes, extent=int(free[0])
+                        tier=tier,
+                        device=device,
+                        nbytes=nbytes,
+                        slot_bytes=slot_bytes,
+                        extent=int(free[0]),
+                        identity=identity,
                     )
                 except KvstoreError:
                     self._kept.remove([name])
@@ -124,22 +155,47 @@ class Memory:
         fd = await asyncio.to_thread(create_memfd, "kvstore-dram", nbytes)
         await self._enter(tier=Tier.DRAM, device=0, nbytes=nbytes, slot_bytes=0, fd=fd)
 
-    async def add_hbm(self, *, device: int, slot_bytes: int, slots: int, nbytes: int, fd: int) -> ExtentInfo:
-        """An HBM extent that a worker made. `fd` becomes ours, also on failure."""
+    async def add_hbm(
+        self, session: Session, *, slots: int, nbytes: int, sharing: Sharing, fd: int
+    ) -> ExtentInfo:
+        """An HBM extent that a worker made. `fd` becomes ours, also on failure.
+
+        Raises ResourceExhausted where the device's pages of that size, which all its workers share, would become more
+        than the giver's own budget: so two workers that start at once make one pool and not two.
+        """
         try:
-            if nbytes != slots * slot_bytes or not slots:
-                raise InvalidArgument(f"{nbytes} bytes are not {slots} slots of {slot_bytes}")
-            if stat.S_ISREG(os.fstat(fd).st_mode):  # a memfd; a CUDA allocation's descriptor is none
-                check_sealed(fd, nbytes)
-            used = sum(info.nbytes for info, _ in self.extents(Tier.HBM) if info.device == device)
-            if used + nbytes > self._owner.config.hbm_bytes:
-                raise ResourceExhausted(
-                    f"device {device} has {format_size(used)} of at most {format_size(self._owner.config.hbm_bytes)}"
-                )
+            if session.device is None:
+                raise InvalidArgument("this session owns no HBM")
+            if nbytes != slots * session.slot_bytes or not slots:
+                raise InvalidArgument(f"{nbytes} bytes are not {slots} slots of {session.slot_bytes}")
+            _check_descriptor(fd, nbytes, sharing)
         except BaseException:
             os.close(fd)
             raise
-        return await self._enter(tier=Tier.HBM, device=device, nbytes=nbytes, slot_bytes=slot_bytes, fd=fd)
+        return await self._enter(
+            tier=Tier.HBM,
+            device=session.device,
+            nbytes=nbytes,
+            slot_bytes=session.slot_bytes,
+            fd=fd,
+            identity=session.identity,
+            check=lambda: self._check_hbm(session, nbytes, sharing),
+        )
+
+    def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing) -> None:
+        device = session.device
+        infos = [info for info, _ in self.extents(Tier.HBM) if info.device == device]
+        shared = sum(info.nbytes for info in infos if info.slot_bytes == session.slot_bytes)
+        if shared + nbytes > session.hbm_bytes:
+            raise ResourceExhausted(
+                f"device {device} has {format_size(shared)} of the {format_size(session.hbm_bytes)} "
+                "that this session may have"
+            )
+        used, most = sum(info.nbytes for info in infos), self._owner.config.hbm_bytes
+        if used + nbytes > most:
+            raise ResourceExhausted(f"device {device} has {format_size(used)} of at most {format_size(most)}")
+        if sharing is Sharing.NONE and len(self._mapping(session.device, session.slot_bytes)) > 1:
+            raise FailedPrecondition("another session would need this memory, which its driver cannot export")
 
     async def grow_forever(self) -> None:
         """Adds DRAM extents until the tier has its size; slowly under load, again later where memory is short."""
@@ -163,26 +219,42 @@ class Memory:
 
     # ------------------------------------------------------------ leaving
 
-    def make_room(self, device: int, slot_bytes: int, hbm_bytes: int) -> None:
-        """Before a new worker takes HBM: orphans of another slot class go, and those beyond its budget."""
-        orphans = [
-            info for info, _ in self.extents(Tier.HBM) if info.device == device and self._orphaned(info)
-        ]
+    def make_room(self, device: int, slot_bytes: int, hbm_bytes: int, identity: int) -> None:
+        """Before a new worker takes HBM: orphans that it must not have go, and those beyond its budget.
+
+        Not its own are those of another slot class or device, distrusted ones, and what went with its process. Raises
+        FailedPrecondition where the number is another device's now, ResourceExhausted where a live session has memory
+        of this class that cannot be shared.
+        """
+        for session in self._owner.sessions.values():
+            if session.device == device and session.identity != identity:
+                raise FailedPrecondition(
+                    f"device {device} is another one for session {session.name!r}: give this one another index"
+                )
         budget = hbm_bytes
-        for info in orphans:
-            if info.slot_bytes != slot_bytes or info.nbytes > budget:
+        for info, fd in self.extents(Tier.HBM):
+            if info.device != device:
+                continue
+            plain, same_class = _is_plain(info, fd), info.slot_bytes == slot_bytes
+            if not self._orphaned(info):
+                if plain and same_class:
+                    raise ResourceExhausted(
+                        f"device {device} is taken: its driver cannot export memory, so one session has all of it",
+                        retry_after_s=1.0,
+                    )
+            elif not same_class or plain or info.identity != identity or info.nbytes > budget:
                 self.drop(info)
             else:
                 budget -= info.nbytes
 
     def sweep(self) -> None:
-        """Drops HBM that no live session has mapped for the configured time."""
+        """Drops HBM that no live session has mapped for the configured time; at once where it is of no use any more."""
         now_s = asyncio.get_running_loop().time()
-        hbm = [info for info, _ in self.extents(Tier.HBM)]
-        orphans = {info.extent: info for info in hbm if self._orphaned(info)}
+        orphans = {info.extent: (info, fd) for info, fd in self.extents(Tier.HBM) if self._orphaned(info)}
         self._orphan_since_s = {extent: self._orphan_since_s.get(extent, now_s) for extent in orphans}
-        for extent, info in orphans.items():
-            if now_s - self._orphan_since_s[extent] >= self._owner.config.orphan_ttl_s:
+        for extent, (info, fd) in orphans.items():
+            old = now_s - self._orphan_since_s[extent] >= self._owner.config.orphan_ttl_s
+            if old or info.identity == DISTRUSTED or _is_plain(info, fd):
                 self.drop(info)
 
     def release(self, device: int) -> Released:
@@ -208,9 +280,75 @@ class Memory:
             listener(info)
         self._owner.settle_soon()
 
+    def distrust(self, extent: int, session: Session) -> ExtentInfo:
+        """A worker found that what earlier ones left in an extent is not what it was: its blocks end.
+
+        Raises InvalidArgument for an extent that is not the session's, FailedPrecondition where a slot of it is held.
+        """
+        info = next((info for info, _ in self.extents(Tier.HBM) if info.extent == extent), None)
+        if info is None or (info.device, info.slot_bytes) != (session.device, session.slot_bytes):
+            raise InvalidArgument(f"this session maps no HBM extent {extent}")
+        forgotten = self._owner.store.forget_blocks(info.extent)
+        self._note_distrust(info.device, forgotten, "a sample of it differs from its DRAM copies")
+        return info
+
+    def distrust_devices(self, concerned: Callable[[int], bool], reason: str) -> None:
+        """A GPU has had a fault: what is on it now is for no later session. Orphans go at once.
+
+        `concerned` says of a device's number whether it is, or may be, that GPU. Twins are not.
+        """
+        for info, fd in self.extents(Tier.HBM):
+            host = stat.S_ISREG(os.fstat(fd).st_mode) and not _is_plain(info, fd)
+            if host or info.identity == DISTRUSTED or not concerned(info.device):
+                continue
+            self._owner.store.disown_extent(info.extent, DISTRUSTED)
+            self._note_distrust(info.device, info.slots - info.free_slots, reason)
+            if self._orphaned(info):
+                self.drop(info)
+
+    def _note_distrust(self, device: int, blocks: int, reason: str) -> None:
+        self._owner.counters.add("hbm_distrusted_total", blocks)
+        self._owner.warnings[f"distrust {device}"] = f"HBM of device {device} is not believed: {reason}"
+        _LOG.warning("hbm distrusted", device=device, blocks=blocks, reason=reason)
+        self._owner.settle_soon()
+
+    def owned_bytes(self) -> dict[int, Owned]:
+        """HBM of each device that has some."""
+        found: dict[int, Owned] = {}
+        for info, fd in self.extents(Tier.HBM):
+            had = found.get(info.device, Owned(total_bytes=0, orphan_bytes=0, plain_bytes=0))
+            found[info.device] = Owned(
+                total_bytes=had.total_bytes + info.nbytes,
+                orphan_bytes=had.orphan_bytes + info.nbytes * self._orphaned(info),
+                plain_bytes=had.plain_bytes + info.nbytes * _is_plain(info, fd),
+            )
+        return found
+
     def _orphaned(self, info: ExtentInfo) -> bool:
         """Whether no session, in whatever state, can have it mapped."""
-        return not any(
-            session.device == info.device and session.slot_bytes == info.slot_bytes
+        return not self._mapping(info.device, info.slot_bytes)
+
+    def _mapping(self, device: int | None, slot_bytes: int) -> list[Session]:
+        """Sessions that map the HBM of a class."""
+        return [
+            session
             for session in self._owner.sessions.values()
-        )
+            if session.device == device and session.slot_bytes == slot_bytes
+        ]
+
+
+def _check_descriptor(fd: int, nbytes: int, sharing: Sharing) -> None:
+    """Raises InvalidArgument where a worker's descriptor is not what it says."""
+    status = os.fstat(fd)
+    if sharing is Sharing.NONE:
+        if not stat.S_ISREG(status.st_mode) or status.st_size >= nbytes:
+            raise InvalidArgument("plain HBM comes with a memfd that is shorter than the extent")
+        check_sealed(fd, PAGE_BYTES)
+    elif stat.S_ISREG(status.st_mode):  # a memfd; a CUDA allocation's descriptor is none
+        check_sealed(fd, nbytes)
+
+
+def _is_plain(info: ExtentInfo, fd: int) -> bool:
+    """Whether an extent's descriptor only stands for memory that goes with its process."""
+    status = os.fstat(fd)
+    return stat.S_ISREG(status.st_mode) and status.st_size < info.nbytes

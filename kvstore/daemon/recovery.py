@@ -23,7 +23,7 @@ from kvstore.daemon.nvme import slab_bytes
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
 from kvstore.daemon.sessions import Member, Sessions, member_names
-from kvstore.errors import KvstoreError
+from kvstore.errors import KvstoreError, ResourceExhausted
 from kvstore.extents import TRAILER_BYTES
 from kvstore.faults import fault
 from kvstore.layout import Columns, TableShape, Tier, open_columns, read_shape, table_bytes
@@ -100,7 +100,12 @@ def open_tables(config: ServeConfig, inherited: Mapping[str, int], now_ms: int) 
         tables = _recover(kept, shape, config, now_ms)
         if tables is not None:
             return tables
-    fd = create_memfd("kvstore-tables", table_bytes(shape))
+    try:
+        fd = create_memfd("kvstore-tables", table_bytes(shape))
+    except ResourceExhausted as error:
+        raise ResourceExhausted(
+            f"no memory for the tables: {error}; raise min_slot, or lower max_rows, hbm, devices or nvme"
+        ) from None
     memory = memoryview(mmap.mmap(fd, 0))
     store = Store.create(memory, shape, store_limits(config), Lru(), fault=fault)
     return Tables(fd=fd, columns=open_columns(memory, shape), store=store, fresh=True)
@@ -166,7 +171,9 @@ def _match_sessions(owner: Owner, sessions: Sessions, columns: Columns, left: di
             name=info.name,
             device=info.device,
             slot_bytes=info.slot_bytes,
+            hbm_bytes=owner.config.hbm_bytes,
             members=info.members,
+            identity=info.identity,
             lost=True,
             last_sent=owner.now_ms() << 20,
         )

@@ -81,8 +81,12 @@ class Session:
     name: str
     device: int | None
     slot_bytes: int
+    hbm_bytes: int
+    """Its budget of owned HBM; after a restart of the daemon, which does not know it, the configuration's bound."""
     members: int
     """Processes that were announced at Attach."""
+    identity: int = 0
+    """Digest of its device (`kvstore.daemon.identity`)."""
     presented: bool = False
     """Whether all of them have presented themselves."""
     all_here: asyncio.Event = field(default_factory=asyncio.Event)

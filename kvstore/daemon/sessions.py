@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvstore.daemon.kept import Kept
@@ -48,6 +48,8 @@ class Sessions:
         self._owner = owner
         self._kept = kept
         self._members: dict[tuple[SessionId, int], Member] = {}
+        self._presenting: set[tuple[bytes, int]] = set()
+        """Token's digest and number of members whose HELLO is under way."""
         self._on_member_gone: Callable[[Member], None] = lambda _: None
 
     def on_member_gone(self, listener: Callable[[Member], None]) -> None:
@@ -59,7 +61,15 @@ class Sessions:
         return [member for member in self._members.values() if session in (None, member.session)]
 
     def attach(
-        self, *, digest: bytes, name: str, device: int | None, slot_bytes: int, members: int
+        self,
+        *,
+        digest: bytes,
+        name: str,
+        device: int | None,
+        slot_bytes: int,
+        hbm_bytes: int,
+        members: int,
+        identity: int,
     ) -> Session:
         """A new session, which has some seconds to present its members."""
         number = self._owner.store.attach(
@@ -69,9 +79,17 @@ class Sessions:
             device=device,
             slot_bytes=slot_bytes,
             members=members,
+            identity=identity,
         )
         session = Session(
-            id=number, digest=digest, name=name, device=device, slot_bytes=slot_bytes, members=members
+            id=number,
+            digest=digest,
+            name=name,
+            device=device,
+            slot_bytes=slot_bytes,
+            hbm_bytes=hbm_bytes,
+            members=members,
+            identity=identity,
         )
         # Ids start above those of every earlier boot, so a client's `seen` never means a message it has not read.
         session.last_sent = self._owner.now_ms() << 20
@@ -98,9 +116,11 @@ class Sessions:
     async def present(self, session: Session, number: int, connection: socket.socket, pidfd: int) -> Member:
         """A member's HELLO. `pidfd` becomes ours, also on failure; the connection stays the caller's until success."""
         try:
-            self._check_present(session, number, pidfd)
+            old = self._check_present(session, number, pidfd)
             names = member_names(session.id, number)
-            await self._kept.add(dict(zip(names, (pidfd, connection.fileno()), strict=True)))
+            await self._store_once(
+                session, number, dict(zip(names, (pidfd, connection.fileno()), strict=True))
+            )
             fault("hello.stored")
             if self._owner.sessions.get(session.id) is not session:
                 # Its number may be another session's by now, with descriptors of these names.
@@ -110,10 +130,25 @@ class Sessions:
         except BaseException:
             os.close(pidfd)
             raise
+        if (
+            old is not None
+        ):  # the same process, whose connection was lost; the keeper has the new descriptors by now
+            self._release(old)
         member = self._watch(session, number, connection, pidfd)
         if not session.presented and self._all_here(session) and not session.lost:
             self._owner.store.activate(session.id)
         return member
+
+    async def _store_once(self, session: Session, number: int, fds: Mapping[str, int]) -> None:
+        """Gives a member's descriptors to the keeper; of two HELLOs at one time the second is refused."""
+        place = (session.digest, number)
+        if place in self._presenting:
+            raise AlreadyExists(f"member {number} is presenting itself already")
+        self._presenting.add(place)
+        try:
+            await self._kept.add(fds)
+        finally:
+            self._presenting.discard(place)
 
     def _all_here(self, session: Session) -> bool:
         """Whether every member has presented itself; notes it."""
@@ -123,7 +158,8 @@ class Sessions:
             session.all_here.set()
         return session.presented
 
-    def _check_present(self, session: Session, number: int, pidfd: int) -> None:
+    def _check_present(self, session: Session, number: int, pidfd: int) -> Member | None:
+        """The member as it presented itself before, if it may do so again."""
         check_pidfd(pidfd)
         if number >= session.members:
             raise InvalidArgument(f"member {number} of a session of {session.members}")
@@ -223,6 +259,10 @@ class Sessions:
 
     def _forget(self, member: Member) -> None:
         self._kept.remove(member_names(member.session, member.number))
+        self._release(member)
+
+    def _release(self, member: Member) -> None:
+        """Lets a member go of which the keeper has nothing, or somebody else's by now."""
         self._on_member_gone(member)
         member.life.stop()
         member.connection.close()

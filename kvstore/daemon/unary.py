@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from kvstore import __version__
 from kvstore.config import ServeConfig
+from kvstore.daemon.devices import Devices
 from kvstore.daemon.handover import config_to_toml
+from kvstore.daemon.identity import device_digest
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.movers import Movers
@@ -50,6 +52,7 @@ class Unary:
         owner: Owner,
         sessions: Sessions,
         memory: Memory,
+        devices: Devices,
         movers: Movers,
         secret: bytes,
         keeper_pid: Callable[[], int],
@@ -57,6 +60,7 @@ class Unary:
         self._owner = owner
         self._sessions = sessions
         self._memory = memory
+        self._devices = devices
         self._movers = movers
         self._secret = secret
         self._keeper_pid = keeper_pid
@@ -81,14 +85,18 @@ class Unary:
             raise InvalidArgument(f"at most {_MAX_MEMBERS} members, not {members}")
         device = self._device(request)
         token = secrets.token_bytes(TOKEN_BYTES)
+        identity = device_digest(request.device.identity)
         if device is not None:
-            self._memory.make_room(device, geometry.slot_bytes, request.hbm_bytes)
+            self._memory.make_room(device, geometry.slot_bytes, request.hbm_bytes, identity)
+            self._devices.attached(device, request.device.kind, request.device.uuid)
         session = self._sessions.attach(
             digest=token_digest(token),
             name=request.name,
             device=device,
             slot_bytes=geometry.slot_bytes,
+            hbm_bytes=request.hbm_bytes,
             members=members,
+            identity=identity,
         )
         return self._attached(session, token, resumed=False)
 
@@ -186,11 +194,16 @@ class Unary:
             counters={**stats.counters, **self._owner.counters.values(), **self._movers.counters()},
             rows=stats.rows,
             max_rows=stats.max_rows,
+            queued_reads=stats.queued_reads,
+            queued_writes=stats.queued_writes,
+            moves_in_flight=stats.moves_in_flight,
             uptime_s=time.monotonic() - self._owner.started_s,
             boot_epoch=self._owner.boot_epoch,
             paused=self._owner.paused,
             ready=not self._owner.draining,
             warnings=list(self._owner.warnings.values()),
+            devices=self._devices.device_stats(),
+            gpus=self._devices.gpu_stats(),
         )
 
     def _tier_stats(self, tier: TierStats) -> pb.TierStats:

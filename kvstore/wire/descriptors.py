@@ -4,12 +4,13 @@ A member (a process of a session) connects, says HELLO with its own pidfd, and g
 that it may map; then the same connection is its liveness socket and stays open for the life of the process.
 
     member → daemon   Hello {token, member} + pidfd        NewHbm {nbytes, slots, slot_bytes} + fd
+                      Distrust {extent}                    NewPlainHbm, as NewHbm, + fd of a placeholder
     daemon → member   Tables {nbytes} + fd                 Extent {…} + fd            Ready {}
                       Accepted {extent, slot_base, slots}  Refused {text}             Dropped {tier, extent}
 
-The answer to NewHbm is Accepted or Refused, one for each NewHbm, in order; Extent and Dropped may come between at any
-time. Refused in place of the first Tables means that the Hello was not accepted; the daemon then closes. A restarted
-daemon sends Tables, every Extent and Ready again: a member passes over what it has. The socket is
+The answer to NewHbm, NewPlainHbm and Distrust is Accepted or Refused, one for each, in order; Extent and Dropped may
+come between at any time. Refused in place of the first Tables means that the Hello was not accepted; the daemon then
+closes. A restarted daemon sends Tables, every Extent and Ready again: a member passes over what it has. The socket is
 AF_UNIX SOCK_SEQPACKET, so one packet is one message. All numbers are little-endian; each packet starts with a magic,
 the protocol version and its kind. Standard library only; calls block or not as the given socket does. Not thread-safe
 per socket.
@@ -32,12 +33,14 @@ __all__ = [
     "MAX_FDS",
     "MAX_PACKET_BYTES",
     "Accepted",
+    "Distrust",
     "Dropped",
     "Extent",
     "Hello",
     "Kind",
     "Message",
     "NewHbm",
+    "NewPlainHbm",
     "Ready",
     "Received",
     "Refused",
@@ -62,6 +65,7 @@ _EXTENT = struct.Struct("<BBHIIQQ")  # tier, device, extent, slot_base, slots, b
 _NEW_HBM = struct.Struct("<QIQ")  # bytes, slots, slot_bytes
 _ACCEPTED = struct.Struct("<HII")  # extent, slot_base, slots
 _DROPPED = struct.Struct("<BH")  # tier, extent
+_DISTRUST = struct.Struct("<H")  # extent
 _MAX_TEXT_BYTES = 400
 
 
@@ -76,6 +80,8 @@ class Kind(IntEnum):
     ACCEPTED = 6
     REFUSED = 7
     DROPPED = 8
+    NEW_PLAIN_HBM = 9
+    DISTRUST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +131,31 @@ class NewHbm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewPlainHbm:
+    """As NewHbm, of memory that no other process can reach: it goes with the worker.
+
+    Carries a sealed memfd that is shorter than `nbytes` and stands for it. Refused where another session maps HBM of
+    this device and slot size.
+    """
+
+    nbytes: int
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distrust:
+    """An HBM extent that earlier processes left does not hold what it should: its blocks are to be forgotten.
+
+    Accepted: they are, and the extent stays, empty. Refused: somebody holds a slot of it.
+    """
+
+    extent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The new HBM extent is kept by the keeper and known to the store under these slots."""
+    """The HBM extent is kept by the keeper and known to the store under these slots."""
 
     extent: int
     slot_base: int
@@ -148,7 +177,7 @@ class Dropped:
     extent: int
 
 
-Message = Hello | Tables | Extent | Ready | NewHbm | Accepted | Refused | Dropped
+Message = Hello | Tables | Extent | Ready | NewHbm | NewPlainHbm | Distrust | Accepted | Refused | Dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +211,10 @@ def pack(message: Message) -> bytes:
             kind, body = Kind.READY, b""
         case NewHbm():
             kind, body = Kind.NEW_HBM, _NEW_HBM.pack(message.nbytes, message.slots, message.slot_bytes)
+        case NewPlainHbm():
+            kind, body = Kind.NEW_PLAIN_HBM, _NEW_HBM.pack(message.nbytes, message.slots, message.slot_bytes)
+        case Distrust():
+            kind, body = Kind.DISTRUST, _DISTRUST.pack(message.extent)
         case Accepted():
             kind, body = Kind.ACCEPTED, _ACCEPTED.pack(message.extent, message.slot_base, message.slots)
         case Refused():
@@ -233,6 +266,11 @@ def _parse_body(kind: int, body: bytes) -> Message:
         case Kind.NEW_HBM:
             nbytes, slots, slot_bytes = _NEW_HBM.unpack(body)
             return NewHbm(nbytes=nbytes, slots=slots, slot_bytes=slot_bytes)
+        case Kind.NEW_PLAIN_HBM:
+            nbytes, slots, slot_bytes = _NEW_HBM.unpack(body)
+            return NewPlainHbm(nbytes=nbytes, slots=slots, slot_bytes=slot_bytes)
+        case Kind.DISTRUST:
+            return Distrust(extent=_DISTRUST.unpack(body)[0])
         case Kind.ACCEPTED:
             extent, slot_base, slots = _ACCEPTED.unpack(body)
             return Accepted(extent=extent, slot_base=slot_base, slots=slots)

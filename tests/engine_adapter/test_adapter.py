@@ -457,7 +457,7 @@ def test_everything_killed_is_a_new_session_behind_the_same_pages(tmp_path: Path
             engine.release(running)
             assert engine.run("cold", tokens, timeout_s=20).cached_tokens == 0
             assert engine.run("warm", tokens).cached_tokens == 6 * B
-            assert engine.blocks.kv_pages() is pages
+            assert engine.blocks.kv_pages() == pages
             engine.await_nothing_used()
             assert second.faults() == []
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+import numpy as np
 
 from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import Admission, RequestId
@@ -21,12 +23,20 @@ __all__ = ["Driver", "attached"]
 class Driver:
     """One engine thread over one session."""
 
-    def __init__(self, client: Client, session: Session, copier: Copier, *, patience_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        session: Session,
+        copier: Copier,
+        *,
+        parts: Mapping[str, bytes] = PARTS,
+        patience_s: float = 5.0,
+    ) -> None:
         self.client = client
         self.session = session
         self.copier = copier
-        self.blocks = KvstoreBlockManager(session, PARTS, copier, patience_s=patience_s)
-        self.namespace: Namespace = session.open_namespace(PARTS)
+        self.blocks = KvstoreBlockManager(session, parts, copier, patience_s=patience_s)
+        self.namespace: Namespace = session.open_namespace(parts)
         self.tokens: dict[RequestId, list[int]] = {}
 
     def enqueue(self, name: str, tokens: list[int]) -> RequestId:
@@ -55,7 +65,7 @@ class Driver:
         """The kernels of a chunk, and its commit."""
         end = len(self.tokens[request]) if end_tokens is None else end_tokens
         pages, hashes = self.blocks.pages(request), self.chain(request).hashes
-        memory = self.blocks.kv_pages()
+        memory = np.asarray(self.blocks.kv_pages())
         for block in range(begin_tokens // BLOCK_TOKENS, end // BLOCK_TOKENS):
             memory[pages[block]] = block_bytes(hashes[block], memory.shape[1])
         if end % BLOCK_TOKENS:
@@ -75,7 +85,7 @@ class Driver:
     def check(self, request: RequestId, blocks: int) -> None:
         """The first `blocks` pages hold exactly what their hashes say."""
         pages, hashes = self.blocks.pages(request), self.chain(request).hashes
-        memory = self.blocks.kv_pages()
+        memory = np.asarray(self.blocks.kv_pages())
         for block in range(blocks):
             assert expected(hashes[block], memory[pages[block]]), f"block {block} of {request} is wrong"
 

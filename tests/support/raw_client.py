@@ -22,6 +22,7 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 from kvstore.wire.v1 import kvstore_pb2_grpc
 from tests.support.daemon import DEADLINE_S
 from tiers.memfd import create_memfd
+from tiers.twin import TwinDevice
 
 __all__ = ["BLOCK_TOKENS", "SLOT_BYTES", "Granted", "RawClient", "attach_request", "namespace_parts"]
 
@@ -37,8 +38,8 @@ def attach_request(**changes: object) -> pb.AttachRequest:
         name="raw",
         groups=[group],
         dtype="float32",
-        device=pb.Device(kind=pb.DEVICE_KIND_TWIN, index=0),
-        hbm_bytes=64 * SLOT_BYTES,
+        device=pb.Device(kind=pb.DEVICE_KIND_TWIN, index=0, identity=TwinDevice().identity),
+        hbm_bytes=1024 * SLOT_BYTES,
     )
     request.MergeFrom(pb.AttachRequest(**changes))  # type: ignore[arg-type]
     return request

@@ -123,7 +123,7 @@ class Worker:
         self._new_chain = new_chain
         self._workload = workload
         self._counts = counts
-        self._pages = blocks.kv_pages()
+        self._pages = np.asarray(blocks.kv_pages())
         self._live: list[Running] = []
         self._next = 0
 

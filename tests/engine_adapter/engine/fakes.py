@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, RequestId
+from engine_adapter.base import Admission, Pages, RequestId
+from tests.support.pages import pages_of
 
 Key = tuple[int, ...]
 
@@ -34,8 +35,8 @@ class PrefixCacheBlocks:
         self.computed_tokens = 0
         self.calls: list[str] = []
 
-    def kv_pages(self) -> NDArray[np.uint8]:
-        return self.memory
+    def kv_pages(self) -> Pages:
+        return pages_of(self.memory)
 
     def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
         self.calls.append("enqueue")

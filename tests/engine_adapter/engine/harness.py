@@ -14,6 +14,7 @@ from engine_adapter.engine.kv_pool import view_pages
 from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.request import Chunk, Request
 from engine_adapter.engine.runner import FlatRunner, Runner, TiledRunner
+from tests.support.pages import pages_of
 
 
 class Sequences:
@@ -24,7 +25,7 @@ class Sequences:
         memory = np.full((num_pages, page_bytes), 0xFF, np.uint8)
         self.model = model
         self.block_tokens = block_tokens
-        self.pool = view_pages(memory, model.config, block_tokens, model.dtype)
+        self.pool = view_pages(pages_of(memory), model.config, block_tokens, model.dtype)
         self._free = np.random.default_rng(seed).permutation(num_pages).tolist()
         self.requests: list[Request] = []
         self.tables: list[np.ndarray] = []

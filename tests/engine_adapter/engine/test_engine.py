@@ -20,6 +20,7 @@ from engine_adapter.engine.settings import EngineSettings
 from kvstore.errors import ConfigError
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
 from tests.engine_adapter.engine.harness import random_tokens
+from tests.support.pages import pages_of
 
 BLOCK = 16
 TEN = SamplingParams(max_new_tokens=10, ignore_eos=True)
@@ -246,7 +247,7 @@ def test_pages_that_do_not_fit_the_model_are_refused(tiny_model: LoadedModel) ->
 def test_the_pool_is_a_view_in_the_documented_order(tiny_model: LoadedModel) -> None:
     config = tiny_model.config
     pages = np.zeros((3, config.page_bytes(BLOCK, 4) + 4096), np.uint8)
-    pool = view_pages(pages, config, BLOCK, tiny_model.model.dtype)
+    pool = view_pages(pages_of(pages), config, BLOCK, tiny_model.model.dtype)
     pool[2, 1, 1, 0, 5, 3] = 1.0
     payload = pages.view(np.float32)[:, : config.kv_token_bytes(4) * BLOCK // 4]
     index = np.ravel_multi_index((1, 1, 0, 5, 3), (2, 2, 2, BLOCK, 16))

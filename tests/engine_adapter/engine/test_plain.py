@@ -12,7 +12,7 @@ A, B = RequestId("a"), RequestId("b")
 def test_pages_are_given_and_come_back() -> None:
     blocks = PlainBlockManager(num_pages=8, page_bytes=4096, block_tokens=16)
     contract: BlockManager = blocks
-    assert contract.kv_pages().shape == (8, 4096)
+    assert np.asarray(contract.kv_pages()).shape == (8, 4096)
     contract.enqueue(A, [1, 2])
     assert contract.admit(A, 33) == Admission(cached_tokens=0, cached_by_tier={})
     first = contract.pages(A).copy()

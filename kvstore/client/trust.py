@@ -1,0 +1,80 @@
+"""Whether HBM that an earlier process left still holds what it held: a sample of it against the copies in DRAM.
+
+Hardware, driver or a kernel gone astray may have changed memory that nobody owned for a while. Blocks are immutable,
+so a sealed HBM slot and the sealed DRAM slot of the same row hold the same bytes; one difference is reason enough to
+believe none of it. Copies are read without being held, so a difference counts only where both slots and the row are
+afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.memory import DramMemory, HbmMemory
+from kvstore.layout import NONE, Columns, SessionState, SlotState, State, Tier, states
+
+__all__ = ["alone", "first_difference"]
+
+_SAMPLE_BLOCKS = 16
+
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+
+def alone(columns: Columns, *, device: int, slot_bytes: int) -> bool:
+    """Whether a single session maps the HBM of this class: what it finds there, nobody else is using."""
+    of_class = columns.session_state != SessionState.FREE
+    of_class &= columns.session_device == device
+    of_class &= columns.session_slot_bytes == slot_bytes
+    return int(np.count_nonzero(of_class)) == 1
+
+
+def first_difference(
+    columns: Columns, hbm: HbmMemory, dram: DramMemory, *, device: int, ranges: Sequence[tuple[int, int]]
+) -> int | None:
+    """An HBM slot among `ranges` of (first slot, slots) that differs from its DRAM copy; None where none does.
+
+    Looks at up to 16 blocks, evenly spread over those that both tiers have.
+    """
+    slots, rows, copies = _in_both(columns, dram, device, ranges)
+    if not len(slots):
+        return None
+    chosen = np.unique(np.linspace(0, len(slots) - 1, _SAMPLE_BLOCKS).astype(np.int64))
+    for at in chosen.tolist():
+        slot, row, copy = int(slots[at]), int(rows[at]), int(copies[at])
+        before = _words(columns, slot, row, copy)
+        if hbm.read(slot) != dram.view(copy).tobytes() and _words(columns, slot, row, copy) == before:
+            return slot
+    return None
+
+
+def _in_both(
+    columns: Columns, dram: DramMemory, device: int, ranges: Sequence[tuple[int, int]]
+) -> tuple[U32, U32, U32]:
+    """[n] HBM slots, rows and DRAM slots of the blocks that both tiers have."""
+    slots: U32 = np.concatenate([np.arange(first, first + count, dtype=np.uint32) for first, count in ranges])
+    slots = slots[states(columns.pool(Tier.HBM).state[slots]) == SlotState.SEALED]
+    rows: U32 = columns.pool(Tier.HBM).row[slots]
+    good = rows < columns.shape.max_rows
+    rows = np.where(good, rows, 0)
+    copies: U32 = columns.dram[rows]
+    good &= copies != NONE
+    copies = np.where(good, copies, 0)
+    good &= (states(columns.state[rows]) == State.SEALED) & (columns.hbm[device, rows] == slots)
+    good &= states(columns.pool(Tier.DRAM).state[copies]) == SlotState.SEALED
+    good &= columns.pool(Tier.DRAM).row[copies] == rows
+    good &= dram.reachable(copies)
+    return slots[good], rows[good], copies[good]
+
+
+def _words(columns: Columns, slot: int, row: int, copy: int) -> tuple[int, ...]:
+    """State words with their generations, and the links between them."""
+    return (
+        int(columns.pool(Tier.HBM).state[slot]),
+        int(columns.state[row]),
+        int(columns.pool(Tier.DRAM).state[copy]),
+        int(columns.dram[row]),
+    )
