@@ -59,7 +59,12 @@ class WriteThrough(Listener):
         published = result.seals[result.outcomes == SealOutcome.PUBLISHED]
         if not len(published):
             return
-        run = SlotRun(slots=published["slot"].copy(), generations=published["generation"].copy())
+        self.adopt(SlotRun(slots=published["slot"].copy(), generations=published["generation"].copy()))
+
+    def adopt(self, run: SlotRun) -> None:
+        """Published blocks that the session holds join the backlog."""
+        if not len(run):
+            return
         self._session.share_hbm(run.slots)
         with self._lock:
             self._backlog.append(_Waiting(run, time.monotonic()))

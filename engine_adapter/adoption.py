@@ -1,0 +1,127 @@
+"""Copies to DRAM what an earlier worker left in HBM alone, so that it outlives the HBM too.
+
+A worker that dies between sealing a block and copying it down leaves an orphan: a hit for the next worker, gone with
+the device's memory. The next worker finds such blocks in the shared tables, leases them like any hit, and hands them to
+its write-through, oldest first and a chain at a time. Nothing waits for it; what is no longer as the tables said is
+passed over.
+
+The engine's thread calls `poll`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.write_through import WriteThrough
+from kvstore.client import Namespace, PendingGrant, Session, SlotRun
+from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
+from kvstore.moves import Outcome
+
+__all__ = ["Adoption", "orphan_chains"]
+
+U32 = NDArray[np.uint32]
+
+
+def orphan_chains(columns: Columns, namespace: int, device: int) -> list[U32]:
+    """Rows of each chain, from its root on, that ends in a block which only this device's HBM has and nobody holds.
+
+    Ordered by last use, oldest first; a chain that another one contains is left out, and so is one whose root is gone.
+    O(HBM slots + blocks of the chains).
+    """
+    rows = _orphans(columns, namespace, device)
+    parents = columns.parent[rows]
+    leaves = rows[~np.isin(rows, parents[parents != NONE])]
+    chains = []
+    for leaf in leaves[np.argsort(columns.touch[leaves], kind="stable")].tolist():
+        chain = _to_root(columns, leaf)
+        if chain is not None:
+            chains.append(np.array(chain[::-1], dtype=np.uint32))
+    return chains
+
+
+def _orphans(columns: Columns, namespace: int, device: int) -> U32:
+    pool = columns.pool(Tier.HBM)
+    slots = np.flatnonzero(
+        (states(pool.state) == SlotState.SEALED) & (pool.holders == 0) & (pool.row != NONE)
+    )
+    rows = pool.row[slots]
+    alone = (columns.hbm[device, rows] == slots) & (columns.namespace[rows] == namespace)
+    found: U32 = rows[alone & _unsaved(columns, rows)]
+    return found
+
+
+def _unsaved(columns: Columns, rows: U32) -> NDArray[np.bool_]:
+    """[n] which blocks no tier below HBM has."""
+    unsaved: NDArray[np.bool_] = (
+        (states(columns.state[rows]) == State.SEALED)
+        & (columns.dram[rows] == NONE)
+        & (columns.nvme[rows] == NONE)
+    )
+    return unsaved
+
+
+def _to_root(columns: Columns, leaf: int) -> list[int] | None:
+    """Rows from a leaf up; None where an ancestor is missing. Tables may change meanwhile: depths must count down."""
+    chain = [leaf]
+    for depth in range(int(columns.depth[leaf]) - 1, -1, -1):
+        row = int(columns.parent[chain[-1]])
+        if row == NONE or int(columns.depth[row]) != depth:
+            return None
+        chain.append(row)
+    return chain
+
+
+class Adoption:
+    """What is left to copy of the orphans that were there when the session was attached."""
+
+    def __init__(
+        self, session: Session, namespace: Namespace, write_through: WriteThrough, lease: int
+    ) -> None:
+        """`lease`: one that no request has."""
+        self._session = session
+        self._namespace = namespace
+        self._write_through = write_through
+        self._lease = lease
+        self._grant: PendingGrant | None = None
+        device = session.device
+        columns = session.tables.tables.columns
+        chains = [] if device is None else orphan_chains(columns, namespace.handle, device.index)
+        self._hashes = deque(
+            columns.hash[chain] for chain in chains if len(chain) <= session.max_message_blocks
+        )
+        self.adopted_blocks = 0
+
+    def poll(self) -> None:
+        """Goes one step further, if there is anything to do; never waits."""
+        if self._grant is not None and self._grant.done():
+            self._take(self._grant)
+            self._grant = None
+        if self._grant is None and self._hashes and not self._write_through.backlog_blocks:
+            self._ask(self._hashes.popleft())
+
+    def _ask(self, hashes: NDArray[np.uint64]) -> None:
+        """Leases a chain from its first block that is not saved yet on."""
+        tables = self._session.tables.tables
+        rows = tables.index.locate(hashes)
+        known = rows != NONE
+        unsaved = np.flatnonzero(known & _unsaved(tables.columns, np.where(known, rows, 0)))
+        if len(unsaved):
+            self._grant = self._session.acquire(
+                self._namespace, self._lease, hashes[: unsaved[-1] + 1], first=int(unsaved[0])
+            )
+
+    def _take(self, grant: PendingGrant) -> None:
+        """Hands the blocks to the write-through; all else that was granted goes back."""
+        if grant.error is None:
+            granted = grant.result(0)
+            columns = self._session.tables.tables.columns
+            slots = granted.hbm_slots[granted.outcomes == Outcome.HIT_HBM]
+            slots = slots[_unsaved(columns, columns.pool(Tier.HBM).row[slots])]
+            generations = self._session.generations_of(Tier.HBM, slots)
+            self._write_through.adopt(SlotRun(slots=slots, generations=generations))
+            self.adopted_blocks += len(slots)
+        grant.abandon()
+        self._session.cancel(self._lease)
