@@ -30,6 +30,7 @@ __all__ = ["MoverLink"]
 
 _MAX_QUEUED = 4096  # control messages that wait for the socket: each extent and slab is one
 _MAX_PACKETS_A_CALL = 64  # of `receive`, so that one mover cannot keep the loop
+_STARVED = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 _SUPERVISION = ("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "NOTIFY_SOCKET")
 
 
@@ -50,6 +51,7 @@ class MoverLink:
         self._max_outstanding = max_outstanding
         self._queued: deque[_Queued] = deque()
         self._progress_s = time.monotonic()
+        self._starved = False
         self.pidfd = pidfd
         """Readable when the process has ended; the link's until `close`."""
         self.outstanding = 0
@@ -100,6 +102,11 @@ class MoverLink:
         return 0 if self._queued or self.ended else max(0, self._max_outstanding - self.outstanding)
 
     @property
+    def starved(self) -> bool:
+        """A message waits that the kernel does not take now, however writable the socket is: `flush` again later."""
+        return self._starved and not self.ended
+
+    @property
     def wants_write(self) -> bool:
         """Messages wait for the socket: call `flush` when it is writable."""
         return bool(self._queued) and not self.ended
@@ -139,6 +146,11 @@ class MoverLink:
             except ConnectionError:
                 self.ended = True
                 break
+            except OSError as error:
+                self._starved = error.errno in _STARVED
+                if not self._starved:
+                    raise
+                break
             self._began()
             self.outstanding += len(batch)
             sent += len(batch)
@@ -146,6 +158,7 @@ class MoverLink:
 
     def flush(self) -> None:
         """Sends what waits, as far as the socket takes it."""
+        self._starved = False
         while self._queued and not self.ended:
             first = self._queued[0]
             try:
@@ -156,11 +169,10 @@ class MoverLink:
                 self.ended = True
                 return
             except OSError as error:
-                if (
-                    error.errno == errno.ETOOMANYREFS
-                ):  # it has more descriptors of ours to read than a user may send
-                    return
-                raise
+                if error.errno not in _STARVED:
+                    raise
+                self._starved = True  # as a rule it has more descriptors of ours to read than a user may send
+                return
             self._queued.popleft()
             if first.fd is not None:
                 os.close(first.fd)

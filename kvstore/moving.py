@@ -12,7 +12,7 @@ from kvstore.errors import FailedPrecondition
 from kvstore.evicting import Evictor
 from kvstore.flights import Flights, parent_hashes
 from kvstore.layout import NONE, SlotState, Tier
-from kvstore.moves import U8, U32, U64, FlushMark, MoveKind, MoveStatus, NvmeChanges
+from kvstore.moves import U8, U32, U64, FlushLeft, FlushMark, MoveKind, MoveStatus, NvmeChanges
 from kvstore.promoting import Promoting
 from kvstore.state import StoreState, mover_bit
 from kvstore.wire.packed import MOVE, NVME_ENTRY
@@ -63,8 +63,8 @@ class Moving:
         self.queue_writes(rows)
         return FlushMark(rows=rows, words=self._state.words(rows))
 
-    def left_of(self, mark: FlushMark) -> int:
-        """Blocks of a flush that storage does not have."""
+    def left_of(self, mark: FlushMark) -> FlushLeft:
+        """What is left of a flush."""
         return self._writing.left_of(mark, can_write=self.promoting.can_write)
 
     # -- out

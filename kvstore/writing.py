@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.evicting import Evictor
 from kvstore.layout import GENERATION_SHIFT, NONE, SlotState, Tier
-from kvstore.moves import U8, U32, FlushMark
+from kvstore.moves import U8, U32, FlushLeft, FlushMark
 from kvstore.slots import ClassKey
 from kvstore.state import NO_SLOTS, StoreState, mover_bit
 
@@ -67,13 +67,14 @@ class Writing:
         found: U32 = rows[state.columns.nvme[rows] == NONE]
         return found
 
-    def left_of(self, mark: FlushMark, *, can_write: bool) -> int:
-        """Blocks of a flush that storage does not have; queues those again that are in DRAM."""
+    def left_of(self, mark: FlushMark, *, can_write: bool) -> FlushLeft:
+        """What is left of a flush; queues again what is still to come."""
         state, rows = self._state, mark.rows
         same = (state.columns.state[rows] >> GENERATION_SHIFT) == (mark.words >> GENERATION_SHIFT)
-        durable = same & (state.columns.nvme[rows] != NONE)
-        self.queue(rows[same & ~durable & state.dram.sealed(state.columns.dram[rows])], can_write=can_write)
-        return int(np.count_nonzero(~durable))
+        missing = rows[same & (state.columns.nvme[rows] == NONE)]
+        coming = missing[state.dram.sealed(state.columns.dram[missing])]
+        self.queue(coming, can_write=can_write)
+        return FlushLeft(coming=len(coming), missing=len(missing))
 
     def take(self, path: int, limit: int) -> list[tuple[U32, U32]]:
         """Pairs of DRAM slots and NVMe slots to write them into, by class; at most `limit` slots."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cli.settings import load_settings
-from kvstore.client.connect import Client, connect
+from kvstore.client.connect import Client
+from kvstore.config import Config
 from kvstore.daemon.sockets import admin_path
 from kvstore.errors import Unavailable
 
@@ -21,21 +22,22 @@ def open_client(socket: str | None) -> Iterator[Client]:
 
     Raises ConfigError, and Unavailable with one line that says what to do when nobody answers.
     """
-    with _client(_socket(socket)) as client:
+    config = _config(socket)
+    with _client(config.serve.socket, config) as client:
         yield client
 
 
 def call_admin(socket: str | None, method: str, request: Any) -> Any:
     """One call of service Admin. Raises: the error of its status."""
-    path = _socket(socket)
-    own = admin_path(path)
-    with _client(own if Path(own).exists() else path) as client:
+    config = _config(socket)
+    path, own = config.serve.socket, admin_path(config.serve.socket)
+    with _client(own if Path(own).exists() else path, config) as client:
         return client.call(method, request, service="admin")
 
 
 @contextmanager
-def _client(path: str) -> Iterator[Client]:
-    with connect(path) as client:
+def _client(path: str, config: Config) -> Iterator[Client]:
+    with Client(path, config.client.timeout_s) as client:
         try:
             yield client
         except Unavailable:
@@ -44,5 +46,5 @@ def _client(path: str) -> Iterator[Client]:
             ) from None
 
 
-def _socket(socket: str | None) -> str:
-    return load_settings({"socket": socket}).config.serve.socket
+def _config(socket: str | None) -> Config:
+    return load_settings({"socket": socket}).config

@@ -16,7 +16,7 @@ import typer
 from kvstore.cli.settings import load_settings
 from kvstore.config import ServeConfig
 from kvstore.daemon.handover import config_to_toml
-from kvstore.errors import ConfigError
+from kvstore.daemon.machine import check_disks, check_memory
 
 __all__ = ["keeper_command", "serve"]
 
@@ -28,15 +28,21 @@ def serve(
     tcp: Annotated[str | None, typer.Option(help="host:port to listen on as well.")] = None,
     metrics_port: Annotated[str | None, typer.Option(help="Loopback port of Prometheus metrics.")] = None,
     dram: Annotated[str | None, typer.Option(help="Size of the DRAM tier, like 8GiB.")] = None,
+    dram_extent: Annotated[str | None, typer.Option(help="DRAM is taken in pieces of this size.")] = None,
     nvme: Annotated[
         list[str] | None,
-        typer.Option(help="Directory and size of an NVMe path, like /var/lib/kvstore:100GiB."),
+        typer.Option(
+            help="Directory and size of an NVMe path, like /var/lib/kvstore:100GiB; several with commas or again."
+        ),
     ] = None,
+    nvme_extent: Annotated[str | None, typer.Option(help="Size of one slab file.")] = None,
+    nvme_threads: Annotated[str | None, typer.Option(help="I/O threads of each path; 0 probes.")] = None,
     durability: Annotated[
         str | None, typer.Option(help="When bytes are forced to disk: commit, or flush.")
     ] = None,
     devices: Annotated[str | None, typer.Option(help="Number of GPUs, or of their twins.")] = None,
     hbm: Annotated[str | None, typer.Option(help="Most HBM of one device, like 64GiB.")] = None,
+    min_slot: Annotated[str | None, typer.Option(help="The smallest block expected, like 64KiB.")] = None,
     max_rows: Annotated[str | None, typer.Option(help="Most blocks known at one time.")] = None,
     max_sessions: Annotated[str | None, typer.Option(help="Most engines attached at one time.")] = None,
     orphan_ttl: Annotated[
@@ -54,17 +60,22 @@ def serve(
         "tcp": tcp,
         "metrics_port": metrics_port,
         "dram": dram,
-        "nvme": nvme or None,
+        "dram_extent": dram_extent,
+        "nvme": ",".join(nvme) if nvme else None,
+        "nvme_extent": nvme_extent,
+        "nvme_threads": nvme_threads,
         "durability": durability,
         "devices": devices,
         "hbm": hbm,
+        "min_slot": min_slot,
         "max_rows": max_rows,
         "max_sessions": max_sessions,
         "orphan_ttl": orphan_ttl,
         "log_level": log_level,
     }
     settings = load_settings(flags, file=config).config.serve
-    _check_folders(settings)
+    check_memory(settings)
+    check_disks(settings)
     command = keeper_command(settings)
     sys.stdout.flush()
     os.execv(command[0], command)  # noqa: S606 (our own interpreter and modules)
@@ -75,11 +86,3 @@ def keeper_command(settings: ServeConfig) -> list[str]:
     python = sys.executable
     daemon = [python, "-m", "kvstore.daemon", "--config", config_to_toml(settings)]
     return [python, "-m", "kvstore.keeper", "--", *daemon]
-
-
-def _check_folders(settings: ServeConfig) -> None:
-    """A mistyped path must not become a new folder somewhere."""
-    for path in settings.nvme:
-        parent = Path(path.path).parent
-        if not parent.is_dir():
-            raise ConfigError(f"nvme: the folder {parent} does not exist: create it, or give another path")

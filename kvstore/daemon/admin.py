@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.daemon.memory import Memory
+from kvstore.daemon.movers import Movers
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.unary import session_stats
@@ -10,6 +11,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.moves import NamespaceId
 from kvstore.wire.packed import hashes_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tiers.nvme.cleared import EVERY_NAMESPACE
 
 __all__ = ["Admin"]
 
@@ -19,11 +21,12 @@ _ALL_NAMESPACES = 0xFFFFFFFF
 class Admin:
     """Answers administrators. Every method raises KvstoreError for what it refuses."""
 
-    def __init__(self, *, owner: Owner, sessions: Sessions, memory: Memory) -> None:
+    def __init__(self, *, owner: Owner, sessions: Sessions, memory: Memory, movers: Movers) -> None:
         self._owner = owner
         self._store = owner.store
         self._sessions = sessions
         self._memory = memory
+        self._movers = movers
 
     async def pin(self, request: pb.PinRequest) -> pb.PinReply:
         """Keeps a chain from eviction for a time."""
@@ -45,10 +48,14 @@ class Admin:
         return pb.UnpinReply(unpinned_blocks=unpinned)
 
     async def clear(self, request: pb.ClearRequest) -> pb.ClearReply:
-        """Removes the blocks of a namespace, or all, that nobody holds."""
+        """Removes the blocks of a namespace, or all, that nobody holds; answered when no start can bring them back."""
         every = request.namespace == _ALL_NAMESPACES
+        now_ms = self._owner.now_ms()
         result = self._store.clear(None if every else self._namespace(request.namespace))
         self._owner.settle_soon()
+        digest = EVERY_NAMESPACE if every else self._store.namespace_digest(request.namespace)
+        if every or any(digest):
+            await self._movers.note_cleared(digest, now_ms)
         return pb.ClearReply(removed_blocks=result.removed, kept_blocks=result.kept)
 
     async def leases(self, _request: pb.LeasesRequest) -> pb.LeasesReply:

@@ -57,11 +57,13 @@ class Kept:
         """
         if len(self._fds) + len(fds) > self._most:
             raise ResourceExhausted(f"the keeper holds at most {self._most} descriptors: raise `ulimit -n`")
+        before = {name: self._fds[name] for name in fds if name in self._fds}
         self._fds.update(fds)
         try:
             await self._notifier.store_all(fds)
         except BaseException:
             self.remove(fds)
+            self._fds.update(before)  # the next keeper is given them again
             raise
 
     def assume(self, fds: Mapping[str, int]) -> None:

@@ -39,6 +39,7 @@ _FIRST_DELAY_S = 0.1
 _LAST_DELAY_S = 5.0
 _STEADY_S = 10.0
 _REAP_S = 0.5
+_STARVED_RETRY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class MoverPath:
         self._columns = columns
         self._slabs = slabs
         self._link: MoverLink | None = None
+        self._announced = False
+        """Whether the mover is in the keeper and has every extent: before that nothing may be sent to it."""
         self._known_slabs: set[int] = set()
         self._waiting_moves: NDArray[np.void] | None = None
         self._writes = np.empty(0, dtype=np.uint64)  # ids of writes that the mover has
@@ -82,6 +85,7 @@ class MoverPath:
         self._syncing: _Written | None = None
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
         self._ended = asyncio.Event()
+        self._retry: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------ the process
 
@@ -110,7 +114,7 @@ class MoverPath:
             wire.Config(directory=str(self.opened.directory.path), threads=config.nvme_threads),
             lock_fd=self.opened.directory.lock_fd,
         )
-        self._link = link
+        self._link, self._announced = link, False
         self._ended.clear()
         self._known_slabs.clear()
         _LOG.info("mover started", path=self.number, pid=link.pid)
@@ -120,6 +124,7 @@ class MoverPath:
         link = self._require_link()
         for info, fd in self._memory.extents(Tier.DRAM):
             link.send_extent(info.extent, info.nbytes, fd)
+        self._announced = True
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
         self._update_writer()
         self.pump()
@@ -131,7 +136,12 @@ class MoverPath:
     @property
     def in_service(self) -> bool:
         """Whether there is a mover that takes work."""
-        return self._link is not None and not self._link.ended
+        return self._working() is not None
+
+    def _working(self) -> MoverLink | None:
+        """The mover that takes work; None while there is none, it is only starting, or it is dying."""
+        link = self._link
+        return link if link is not None and self._announced and not link.ended else None
 
     async def _until_ended(self) -> None:
         """Returns when the mover is dying; watches for a disk that hangs."""
@@ -208,14 +218,21 @@ class MoverPath:
 
     def extent_added(self, extent: int, nbytes: int, fd: int) -> None:
         """A new DRAM extent, which moves may name from now on."""
-        if self._link is not None:
-            self._link.send_extent(extent, nbytes, fd)
-            self._update_writer()
+        link = self._working()
+        if link is None:
+            return  # it is sent all of them when it is announced
+        try:
+            link.send_extent(extent, nbytes, fd)
+        except (KvstoreError, OSError) as error:
+            # Without this extent it would refuse the moves that name it; the next mover is given all of them.
+            _LOG.warning("mover killed: it cannot be given an extent", path=self.number, error=error)
+            link.kill()
+        self._update_writer()
 
     def pump(self) -> None:
         """Sends as many moves as the mover has room for; commits what is due."""
-        link = self._link
-        if link is None or link.ended:
+        link = self._working()
+        if link is None:
             self.index.start()
             return
         while link.room:
@@ -225,11 +242,12 @@ class MoverPath:
             self._waiting_moves = None
             if not len(moves):
                 break
+            self._waiting_moves = moves  # whatever fails in between, they are not lost
             self._open_slabs(moves, link)
             sent = link.send_moves(moves) if not link.wants_write else 0
             self._note_writes(moves[:sent])
-            if sent < len(moves):
-                self._waiting_moves = moves[sent:]
+            self._waiting_moves = moves[sent:] if sent < len(moves) else None
+            if self._waiting_moves is not None:
                 break
         self._update_writer()
         self._sync_or_commit()
@@ -262,14 +280,23 @@ class MoverPath:
             link.send_slab(extent, number, int(self._columns.extent_bytes[extent]), slot_bytes)
 
     def _update_writer(self) -> None:
-        link = self._link
-        if link is None or link.ended:
+        link = self._working()
+        if link is None:
             return
         loop = asyncio.get_running_loop()
-        if link.wants_write or self._waiting_moves is not None:
+        if link.starved:  # the socket is writable all the time: ask again by the clock
+            loop.remove_writer(link.fileno())
+            if self._retry is None:
+                self._retry = loop.call_later(_STARVED_RETRY_S, self._try_again)
+        elif link.wants_write or self._waiting_moves is not None:
             loop.add_writer(link.fileno(), self._writable)
         else:
             loop.remove_writer(link.fileno())
+
+    def _try_again(self) -> None:
+        self._retry = None
+        if self._working() is not None:
+            self._writable()
 
     def _writable(self) -> None:
         link = self._require_link()
@@ -349,8 +376,8 @@ class MoverPath:
         self._done(ids, statuses)
 
     def _sync_or_commit(self) -> None:
-        link = self._link
-        if link is not None and self._written.ids and self._syncing is None and not link.ended:
+        link = self._working()
+        if link is not None and self._written.ids and self._syncing is None:
             self._syncing, self._written = self._written, _Written([], [])
             self._sync_id += 1
             link.send_sync(self._sync_id)
@@ -361,8 +388,8 @@ class MoverPath:
 
         Raises KvstoreError where the medium says no, Unavailable while there is no mover.
         """
-        link = self._link
-        if link is None or link.ended:
+        link = self._working()
+        if link is None:
             raise Unavailable(f"nvme path {self.opened.directory.path} is out of service")
         if self._owner.config.durability is not Durability.COMMIT:
             self._sync_id += 1

@@ -24,6 +24,7 @@ from kvstore.daemon.recovery import Tables
 from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
 from kvstore.moves import ExtentId, ExtentInfo
+from tiers.nvme.cleared import note_cleared, without_cleared
 
 __all__ = ["Movers"]
 
@@ -35,6 +36,7 @@ _BUSY_AT_START_S = (
 )
 _OPEN_RETRY_S = 30.0
 _FLUSH_POLL_S = 0.05
+_DRAIN_PATIENCE_S = 1.0  # without a block written, while a path is out of service
 
 
 class Movers:
@@ -57,6 +59,9 @@ class Movers:
         self._secret = secret
         self._old = {name: fd for name, fd in inherited.items() if name.startswith("mover-")}
         self._paths: dict[int, MoverPath] = {}
+        self._cleared: dict[bytes, int] = {}
+        """What was cleared in this life, for paths that come into service later."""
+        self._noting = asyncio.Lock()
         self.slabs = SlabTable(tables.columns, {} if tables.fresh else inherited)
         self.serving = False
         """Whether the daemon is ready: from then on a path that cannot be used is a warning, never the end."""
@@ -68,6 +73,7 @@ class Movers:
         await self._old_mover_ended(number)
         self._owner.store.mover_dead(number, self._owner.now_ms())
         found = await self._open(path)
+        await self._note_earlier(found)
         self._enter(number, found)
         opened.set()
         _LOG.info("path open", path=path.path, slabs=found.plan.slabs, blocks=len(found.records))
@@ -154,7 +160,8 @@ class Movers:
         self._owner.settle_soon()
 
     def _load(self, found: OpenPath, extents: Mapping[int, ExtentId]) -> None:
-        records = found.records[np.isin(found.records["slab"], list(extents))]
+        records = without_cleared(found.records, self._cleared)
+        records = records[np.isin(records["slab"], list(extents))]
         columns = self._tables.columns
         slots = records["slot"].copy()
         for number, extent in extents.items():
@@ -190,20 +197,67 @@ class Movers:
             path.index.due()
             path.index.start()
 
+    async def note_cleared(self, digest: bytes, now_ms: int) -> None:
+        """Has every disk remember that a namespace (or EVERY_NAMESPACE) was cleared.
+
+        Raises KvstoreError where one cannot: then blocks may come back from it if its index is lost.
+        """
+        self._cleared[digest] = now_ms
+        async with self._noting:
+            for path in tuple(self._paths.values()):
+                await self._note(path.opened, {digest: now_ms})
+
+    async def _note_earlier(self, found: OpenPath) -> None:
+        """A path that has just been opened learns what was cleared before; returns with nothing left to tell."""
+        told: dict[bytes, int] = {}
+        while self._cleared != told:
+            told = dict(self._cleared)
+            async with self._noting:
+                try:
+                    await self._note(found, told)
+                except KvstoreError as error:
+                    _LOG.warning("clear not noted", error=error)
+
+    async def _note(self, opened: OpenPath, news: Mapping[bytes, int]) -> None:
+        folder = opened.directory.path
+        try:
+            await asyncio.to_thread(note_cleared, folder, news)
+        except OSError as error:
+            raise KvstoreError(
+                f"cleared, but {folder} cannot note it, so blocks may come back: {error.strerror}"
+            ) from error
+
     async def flush(self, deadline_s: float) -> tuple[int, int]:
-        """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline)."""
+        """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline).
+
+        A path that is out of service may come back by the deadline, so it is waited for.
+        """
+        return await self._write_down(deadline_s, patience_s=deadline_s)
+
+    async def drain(self, deadline_s: float) -> tuple[int, int]:
+        """As `flush`, for the daemon's end: a path that is out of service is given up once nothing else moves."""
+        return await self._write_down(deadline_s, patience_s=_DRAIN_PATIENCE_S)
+
+    async def _write_down(self, deadline_s: float, *, patience_s: float) -> tuple[int, int]:
         if not self._owner.config.nvme:
             raise FailedPrecondition("nothing is durable: no NVMe path is configured")
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         wanted = self._owner.store.flush()
         self._owner.settle_soon()
-        while loop.time() < until_s and (self._owner.store.unwritten(wanted) or not self._all_open):
+        left, moved_s = len(wanted), loop.time()
+        while loop.time() < until_s and (
+            (now := self._owner.store.left_of(wanted).coming) or not self._all_open
+        ):
+            if now < left or self._all_open:
+                left, moved_s = now, loop.time()
+            if loop.time() - moved_s >= patience_s:
+                break
             self._owner.settle_soon()
             await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
         syncs = [asyncio.ensure_future(path.make_durable()) for path in self._paths.values()]
         done, late = await asyncio.wait(syncs, timeout=max(0.0, until_s - loop.time())) if syncs else ((), ())
-        left = self._owner.store.unwritten(wanted)
+        left = self._owner.store.left_of(wanted).missing
         if late or not self._all_open or any(sync.exception() is not None for sync in done):
             left = max(1, left)  # which ones is not known: at least something is not certain
         return self._durable(), left

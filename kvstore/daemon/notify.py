@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
@@ -22,6 +23,11 @@ _FIRST_FD = 3
 _BARRIER_TIMEOUT_S = 10.0
 _MAX_QUEUED = 16_384
 _RETRY_S = 0.002
+_STARVED = (
+    errno.ETOOMANYREFS,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # a descriptor sent now would be lost without a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +122,20 @@ class Notifier:
                 self._socket.sendmsg([datagram.lines.encode()], ancillary, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 # A unix datagram socket polls writable although its peer's queue is full: ask again by the clock.
-                if self._retry is None:
-                    self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._try_again)
+                self._try_again_later()
                 return
-            except (ConnectionError, OSError):
-                pass  # the manager has died; whoever watches it starts another and stores everything again
+            except OSError as error:
+                if error.errno in _STARVED:
+                    self._try_again_later()
+                    return
+                # The manager has died; whoever watches it starts another and stores everything again.
             self._queue.popleft()
             for fd in datagram.fds:
                 os.close(fd)
+
+    def _try_again_later(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._try_again)
 
     def _try_again(self) -> None:
         self._retry = None

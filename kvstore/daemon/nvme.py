@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,20 @@ from numpy.typing import NDArray
 
 from kvstore.config import NvmePath, ServeConfig
 from kvstore.daemon.log import Log
-from kvstore.errors import Corruption
+from kvstore.errors import ConfigError, Corruption
 from kvstore.faults import fault
 from kvstore.layout import Columns, Tier
 from kvstore.moves import NvmeChanges
 from tiers.memfd import create_memfd
-from tiers.nvme.directory import NvmeDirectory, SlabPlan, check_room, default_map_bytes, plan
+from tiers.nvme.directory import (
+    NvmeDirectory,
+    SlabPlan,
+    check_room,
+    default_map_bytes,
+    keep_secret,
+    plan,
+    read_secret,
+)
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
 from tiers.nvme.recover import recover
 from tiers.nvme.slab import SlabFile, remove_slab
@@ -114,10 +121,10 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
     wanted = plan(path.capacity_bytes, slab_bytes(path, config), default_map_bytes(path.capacity_bytes))
     directory = NvmeDirectory.open(path.path)
     with contextlib.ExitStack() as undo:
-        undo.callback(directory.close)
-        _keep_secret(Path(path.path), secret)
+        undo.callback(directory.abandon)
         slabs = directory.slabs()
         check_room(Path(path.path), wanted, slabs)
+        keep_secret(Path(path.path), secret)
         records = np.empty(0, dtype=RECORD)
         if read_index:
             found = recover(Path(path.path), map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
@@ -211,25 +218,17 @@ def commit(opened: OpenPath, batch: IndexBatch) -> None:
 
 
 def secret_on_disk(config: ServeConfig) -> bytes | None:
-    """The tenant's secret that the first path which has one keeps; None without paths or before the first start."""
-    for path in config.nvme:
-        file = Path(path.path) / "secret"
-        with contextlib.suppress(OSError):
-            secret = file.read_bytes()
-            if len(secret) == 32:
-                return secret
+    """The tenant's secret that the first path which has one keeps; None without paths or before the first start.
+
+    Raises ConfigError where one is damaged, or lost while there are blocks that only it can find again.
+    """
+    folders = [Path(path.path) for path in config.nvme]
+    found = [secret for folder in folders if (secret := read_secret(folder)) is not None]
+    if found:
+        return found[0]
+    for folder in folders:
+        if next(folder.glob("slab-*.kv"), None) is not None:
+            raise ConfigError(
+                f"nvme: {folder} has blocks, and the file {folder / 'secret'} is gone: put it back, or empty the folder"
+            )
     return None
-
-
-def _keep_secret(path: Path, secret: bytes) -> None:
-    """Writes the tenant's secret beside the slabs, where it is not there yet."""
-    file = path / "secret"
-    if file.exists():
-        return
-    fd = os.open(file.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, secret)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    file.with_suffix(".new").rename(file)

@@ -8,7 +8,7 @@ import pytest
 import kvstore.evicting
 from kvstore.errors import InvalidArgument
 from kvstore.layout import ExtentState, SlotState, Tier
-from kvstore.moves import MoveKind, MoveStatus, Outcome, StoreLimits
+from kvstore.moves import FlushLeft, MoveKind, MoveStatus, Outcome, StoreLimits
 from tests.kvstore.store_rig import PAGE, Rig, chain, copies
 
 HBM, DRAM, MISS, PROMOTING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.MISS, Outcome.PROMOTING
@@ -179,12 +179,38 @@ def test_flush_tells_what_is_still_to_come() -> None:
     rig.write_through(one, chain(6))
     mark = rig.store.flush()
     assert len(mark) == 6
-    assert rig.store.unwritten(mark) == 6
+    assert rig.store.left_of(mark) == FlushLeft(coming=6, missing=6)
     rig.write_down()
-    assert rig.store.unwritten(mark) == 2
+    assert rig.store.left_of(mark) == FlushLeft(coming=2, missing=2)
     rig.write_down()
-    assert rig.store.unwritten(mark) == 0
+    assert rig.store.left_of(mark) == FlushLeft(coming=0, missing=0)
     assert len(rig.store.flush()) == 0
+
+
+def test_a_flush_does_not_wait_for_a_block_that_was_lost() -> None:
+    """A block that was evicted or cleared before it was written kept a flush waiting to its deadline."""
+    rig = Rig()
+    one = rig.attach()
+    rig.write_through(one, chain(6))
+    mark = rig.store.flush()
+    rig.evict_hbm()
+    rig.store.clear(None)
+    assert rig.store.left_of(mark) == FlushLeft(coming=0, missing=0)
+    rig.write_down()
+    rig.check()
+
+
+def test_a_flush_does_not_wait_for_a_block_that_only_hbm_has() -> None:
+    """A block that DRAM had to let go of before it was written kept a flush waiting, though nothing can write it."""
+    rig = Rig()
+    one = rig.attach()
+    rig.write_through(one, chain(6))
+    mark = rig.store.flush()
+    rig.evict_dram()
+    left = rig.store.left_of(mark)
+    assert left.coming == 0
+    assert left.missing > 0, "and the answer says that they are not on disk"
+    rig.check()
 
 
 def test_the_durable_index_learns_each_change_once() -> None:

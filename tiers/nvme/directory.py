@@ -2,6 +2,7 @@
 
     lock              flock held by the daemon and, inherited, by its mover: free only when both are gone
     secret            the tenant's, written by the daemon; a file of its own: without it no block can be found again
+    cleared           what administrators have cleared, and when (tiers.nvme.cleared)
     threads           I/O threads that suit the disk (tiers.nvme.probe)
     slab-<n>-<s>.kv   slabs (tiers.nvme.slab)
     index/            LMDB (tiers.nvme.index)
@@ -14,18 +15,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import AlreadyExists, ConfigError
+from kvstore.errors import AlreadyExists, ConfigError, KvstoreError
 from kvstore.units import MIB, format_size
 from tiers.base import PAGE_BYTES
-from tiers.nvme.slab import SlabFile, list_slabs
+from tiers.nvme.slab import SlabFile, list_slabs, sync_directory
 
-__all__ = ["NvmeDirectory", "SlabPlan", "check_room", "default_map_bytes", "plan"]
+__all__ = [
+    "SECRET_BYTES",
+    "NvmeDirectory",
+    "SlabPlan",
+    "check_room",
+    "default_map_bytes",
+    "keep_secret",
+    "plan",
+    "read_secret",
+]
 
+SECRET_BYTES = 32
 _LOCK = "lock"
+_SECRET = "secret"  # noqa: S105 (a file's name)
 _MIN_MAP_BYTES = 8 * MIB
 
 
@@ -77,9 +91,11 @@ def check_room(path: Path, wanted: SlabPlan, existing: Sequence[SlabFile]) -> No
 class NvmeDirectory:
     """An open, locked directory. One owner thread."""
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, made: tuple[Path, ...] = ()) -> None:
+        """`made`: what `open` had to make, in that order: folders, then the lock."""
         self.path = path
         self._lock_fd = lock_fd
+        self._made = made
         numbers = [file.number for file in list_slabs(path)]
         self._next_slab = max(numbers, default=0) + 1
 
@@ -90,12 +106,18 @@ class NvmeDirectory:
         Raises ConfigError where it cannot be ours, AlreadyExists while another daemon or its mover has it.
         """
         directory = Path(path)
+        made = [folder for folder in (directory, *directory.parents) if not folder.exists()][::-1]
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _claim(directory)
-            return cls(directory, _lock(directory))
+            lock = [] if (directory / _LOCK).exists() else [directory / _LOCK]
+            return cls(directory, _lock(directory), (*made, *lock))
         except OSError as error:
+            _remove(made)
             raise ConfigError(f"nvme: cannot use {directory}: {error.strerror}") from error
+        except KvstoreError:
+            _remove(made)
+            raise
 
     @property
     def lock_fd(self) -> int:
@@ -112,11 +134,78 @@ class NvmeDirectory:
         self._next_slab += 1
         return number
 
+    def abandon(self) -> None:
+        """Closes it after a start that failed: a directory that `open` has made or found empty is left as it was."""
+        if (
+            self.path / _LOCK in self._made and not self.slabs()
+        ):  # `_claim`: else it would not have been empty
+            shutil.rmtree(self.path / "index", ignore_errors=True)
+            _remove([self.path / name for name in (_SECRET, f"{_SECRET}.new", "threads")])
+            _remove(self._made)
+        self.close()
+
     def close(self) -> None:
         """Lets go of the lock (a mover may still have it)."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def read_secret(directory: Path) -> bytes | None:
+    """The tenant's secret that is kept beside the slabs; None where there is none yet.
+
+    Raises ConfigError where it cannot be read or is no secret: another in its place would lose every block for good.
+    """
+    file = directory / _SECRET
+    try:
+        secret = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise ConfigError(f"nvme: {directory} is no folder") from None
+    except OSError as error:
+        raise ConfigError(f"nvme: cannot read {file}: {error.strerror}") from error
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"nvme: {file} is damaged ({len(secret)} bytes, not {SECRET_BYTES}): put the right file back, or empty "
+            f"{directory} to start without the blocks in it"
+        )
+    return secret
+
+
+def keep_secret(directory: Path, secret: bytes) -> None:
+    """Writes the tenant's secret beside the slabs, where it is not there yet.
+
+    Raises ConfigError where another is there; OSError.
+    """
+    kept = read_secret(directory)
+    if kept is not None:
+        if not secrets.compare_digest(kept, secret):
+            raise ConfigError(
+                f"nvme: {directory} has blocks of another secret than the other paths or the running service: use it "
+                "alone, or empty it"
+            )
+        return
+    file = directory / _SECRET
+    unfinished = file.with_suffix(".new")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secret)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    unfinished.rename(file)
+    sync_directory(directory)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    """Files and empty folders, the last made first."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _claim(directory: Path) -> None:
@@ -133,16 +222,24 @@ def _claim(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> int:
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(fd)
-        raise AlreadyExists(
-            f"nvme: {directory} is in use by another kvstore daemon or its mover (pid {owner})",
-            retry_after_s=0.1,
-        ) from None
+    file = directory / _LOCK
+    while True:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise AlreadyExists(
+                f"nvme: {directory} is in use by another kvstore daemon or its mover (pid {owner})",
+                retry_after_s=0.1,
+            ) from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), file.stat()):
+                break
+        os.close(
+            fd
+        )  # a start that failed has removed it between open and lock: the name is another file's by now
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
     return fd

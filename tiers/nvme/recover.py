@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.config import Durability
 from kvstore.errors import Corruption, KvstoreError, Unavailable
+from tiers.nvme.cleared import read_cleared, without_cleared
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index, remove_index
 from tiers.nvme.scan import keep_known, scan_slabs
 from tiers.nvme.slab import list_slabs
@@ -102,8 +103,10 @@ def main(arguments: list[str]) -> int:
     try:
         if given.source == "index":
             records = keep_known(load_index(given.directory), slabs)
+            records = without_cleared(records, read_cleared(given.directory))
         else:
             records = scan_slabs(given.directory, slabs)
+            records = without_cleared(records, read_cleared(given.directory))
             remove_index(given.directory)
             index = DurableIndex(given.directory, map_bytes=given.map_bytes, durability=Durability.COMMIT)
             index.commit(records, np.empty(0, dtype=SLOT_REF))

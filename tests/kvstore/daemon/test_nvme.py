@@ -135,6 +135,31 @@ def test_a_lost_index_is_rebuilt_from_the_trailers(place: Path) -> None:
         other.close()
 
 
+@pytest.mark.parametrize("lost", ["index", "nothing"])
+def test_cleared_blocks_stay_cleared(place: Path, lost: str) -> None:
+    """After a clear an index rebuilt from the trailers gave the cleared blocks out again."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service:
+        one, hashes = store(service, range(80))
+        reply = one.admin.Clear(pb.ClearRequest(namespace=one.ns.namespace), timeout=DEADLINE_S)
+        assert reply.removed_blocks == 20
+        kill_all(service)  # at once: the index need not have heard of it
+        one.close()
+    if lost == "index":
+        shutil.rmtree(place / "nvme" / "index")
+    with started(config) as service:
+        assert service.tier("nvme").sealed_slots == 0
+        other = RawClient(service.socket).begin()
+        assert read_back(other, hashes) == [MISS] * 20
+        two, _more = store(service, range(2000, 2080))
+        two.close()
+        other.close()
+        kill_all(service)
+    shutil.rmtree(place / "nvme" / "index")
+    with started(config) as service:
+        assert service.tier("nvme").sealed_slots == 20, "what was stored after it is found"
+
+
 def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
     """Elsewhere a block whose bytes had rotted was served as it was."""
     config = small_config(place, nvme_bytes=128 * MIB)

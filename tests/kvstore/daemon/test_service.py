@@ -166,6 +166,8 @@ def test_metrics_are_served_on_loopback(place: Path) -> None:
         assert 'kvstore_tier_sealed_slots{tier="hbm"} 10.0' in text
         assert 'kvstore_sessions{state="attached"} 1.0' in text
         assert "kvstore_messages_total " in text
+        for gauge in ("moves_in_flight", "queued_reads", "queued_writes"):
+            assert f"kvstore_{gauge} 0.0" in text
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
         one.close()
@@ -203,10 +205,11 @@ def test_tcp_serves_and_admin_is_not_there(place: Path) -> None:
     "nvme, says",
     [
         (lambda place: NvmePath(path=str(place / "files"), capacity_bytes=64 * MIB), "holds other files"),
-        (lambda place: NvmePath(path=str(place / "new"), capacity_bytes=1 << 42), "of room"),
-        (lambda place: NvmePath(path=str(place / "files" / "file"), capacity_bytes=64 * MIB), "cannot use"),
+        (lambda place: NvmePath(path=str(place / "new"), capacity_bytes=1 << 42), "in all: give less"),
+        (lambda place: NvmePath(path=str(place / "files" / "file"), capacity_bytes=64 * MIB), "is no folder"),
+        (lambda place: NvmePath(path=str(place / "none" / "new"), capacity_bytes=64 * MIB), "does not exist"),
     ],
-    ids=["foreign", "space", "file"],
+    ids=["foreign", "space", "file", "folder"],
 )
 def test_a_disk_that_cannot_be_used_is_one_line(
     place: Path, nvme: Callable[[Path], NvmePath], says: str
@@ -218,7 +221,63 @@ def test_a_disk_that_cannot_be_used_is_one_line(
     assert code != 0
     assert says in log.splitlines()[-1]
     assert log.splitlines()[-1].startswith("kvstore: nvme: ")
+    assert log.count("\n") == 1, log
     assert (place / "files" / "file").read_text() == "precious"
+    assert sorted(path.name for path in place.iterdir()) == ["files", "kv.sock.lock", "log"]
+    assert [path.name for path in (place / "files").iterdir()] == ["file"]
+
+
+def test_tables_that_do_not_fit_say_what_to_lower(place: Path) -> None:
+    """Sizes that make the tables larger than memory were answered with a size that nobody had written."""
+    config = replace(small_config(place), hbm_bytes=8 << 40, min_slot_bytes=4096)
+    code, log = outcome(start(config, place / "log"))
+    assert code != 0
+    assert "no memory for the tables" in log
+    assert "raise min_slot" in log
+    assert log.count("\n") == 1, log
+
+
+@pytest.mark.parametrize("damage", ["short", "gone"])
+def test_a_damaged_secret_is_one_line_and_no_new_one(place: Path, damage: str) -> None:
+    """A secret of the wrong length was replaced by a new one for each start, and the disk's cache was lost silently."""
+    config = small_config(place, nvme_bytes=64 * MIB)
+    with started(config) as service:
+        wait_for("the disk", service.mover_pids)
+    secret = place / "nvme" / "secret"
+    (place / "nvme" / "slab-1-8192.kv").touch()
+    if damage == "short":
+        secret.write_bytes(secret.read_bytes()[:-1])
+    else:
+        secret.unlink()
+    code, log = outcome(start(config, place / "log"))
+    assert code != 0
+    assert log.startswith("kvstore: nvme: ")
+    assert str(secret) in log
+    assert log.count("\n") == 1, log
+    assert (len(secret.read_bytes()) if secret.exists() else 0) == (31 if damage == "short" else 0)
+
+
+def test_a_drain_does_not_wait_for_a_disk_that_is_out_of_service(place: Path) -> None:
+    """A path whose disk hung kept the daemon for the whole drain deadline, though nothing could be written to it."""
+    config = replace(small_config(place, nvme_bytes=64 * MIB), limits=Limits(drain_deadline_s=25.0))
+    with started(config) as service:
+        (mover,) = wait_for("the mover", service.mover_pids)
+        os.kill(
+            mover, signal.SIGSTOP
+        )  # as one that hangs in its disk: the next daemon has to wait for its end
+        try:
+            service.kill_daemon()
+            one = RawClient(service.socket).begin()
+            hashes, _ = one.fill(range(40))
+            one.write_through(hashes)
+            one.close()
+            began_s = time.monotonic()
+            os.kill(service.keeper_pid, signal.SIGTERM)
+            assert service.process.wait(DEADLINE_S) == 0
+            assert time.monotonic() - began_s < 8.0
+            assert "flushed durable=0 left=" in service.log.read_text()
+        finally:
+            os.kill(mover, signal.SIGKILL)
 
 
 def test_ready_does_not_wait_for_all_of_dram(place: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,7 +14,14 @@ import pytest
 from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.units import GIB, MIB
 from tests.tiers.harness import SLOT_BYTES
-from tiers.nvme.directory import NvmeDirectory, check_room, default_map_bytes, plan
+from tiers.nvme.directory import (
+    NvmeDirectory,
+    check_room,
+    default_map_bytes,
+    keep_secret,
+    plan,
+    read_secret,
+)
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import open_slab
 
@@ -124,3 +133,64 @@ def test_threads_are_probed_once(tmp_path: Path) -> None:
 
 def test_a_disk_that_cannot_be_probed_has_a_default(tmp_path: Path) -> None:
     assert probe_threads(tmp_path / "missing") == 4
+
+
+def test_a_start_that_failed_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A start that was refused for want of room left the folder, its lock and the secret in it."""
+    place = tmp_path / "new" / "kvstore"
+    directory = NvmeDirectory.open(place)
+    keep_secret(place, b"s" * 32)
+    (place / "index").mkdir()
+    (place / "index" / "data.mdb").touch()
+    directory.abandon()
+    assert not (tmp_path / "new").exists()
+    place.mkdir(parents=True)
+    NvmeDirectory.open(place).abandon()
+    assert list(place.iterdir()) == [], "the folder was there before"
+
+
+def test_a_start_that_failed_leaves_what_was_there(tmp_path: Path) -> None:
+    NvmeDirectory.open(tmp_path).close()
+    keep_secret(tmp_path, b"s" * 32)
+    NvmeDirectory.open(tmp_path).abandon()
+    assert read_secret(tmp_path) == b"s" * 32
+    with pytest.raises(AlreadyExists), contextlib.closing(NvmeDirectory.open(tmp_path)):
+        NvmeDirectory.open(tmp_path)
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_lock_that_was_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two daemons would have had a directory, one with the lock of a name that was another file's by then."""
+    real, removed = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        if not removed:
+            (tmp_path / "lock").unlink()
+            removed.append(fd)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with contextlib.closing(NvmeDirectory.open(tmp_path)) as first:
+        assert os.path.samestat(os.fstat(first.lock_fd), (tmp_path / "lock").stat())
+
+
+@pytest.mark.parametrize("damaged", [b"", b"s" * 31, b"s" * 33])
+def test_a_damaged_secret_is_never_replaced(tmp_path: Path, damaged: bytes) -> None:
+    """A secret of the wrong length was taken for none, a new one was drawn, and every block was lost without a word."""
+    (tmp_path / "secret").write_bytes(damaged)
+    for use in (lambda: read_secret(tmp_path), lambda: keep_secret(tmp_path, b"t" * 32)):
+        with pytest.raises(ConfigError, match=f"is damaged \\({len(damaged)} bytes, not 32\\)"):
+            use()
+    assert (tmp_path / "secret").read_bytes() == damaged
+
+
+def test_a_secret_stays_with_its_blocks(tmp_path: Path) -> None:
+    """Of two paths with secrets of their own, one was found empty without a word."""
+    assert read_secret(tmp_path) is None
+    keep_secret(tmp_path, b"s" * 32)
+    keep_secret(tmp_path, b"s" * 32)
+    with pytest.raises(ConfigError, match="another secret"):
+        keep_secret(tmp_path, b"t" * 32)
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,195 @@
+"""The order in which one mover is told things, without a process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvstore.config import Durability
+from kvstore.daemon import mover_path as module
+from kvstore.daemon.mover_path import MoverPath
+from kvstore.layout import Tier
+from kvstore.mover_link import MoverLink
+from kvstore.wire.packed import MOVE
+
+SLOT_BYTES = 4096
+WAIT_S = 5.0
+
+
+class FakeLink:
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.ended = self.wants_write = self.starved = self.killed = False
+        self.room = 8
+        self.pid = 1
+        self.pidfd = os.eventfd(0)
+        self.ours, self.theirs = socket.socketpair()
+        self.extent_error: OSError | None = None
+
+    def fileno(self) -> int:
+        return self.ours.fileno()
+
+    def send_extent(self, extent: int, _nbytes: int, _fd: int) -> None:
+        if self.extent_error is not None:
+            raise self.extent_error
+        self.said.append(f"extent {extent}")
+
+    def send_slab(self, extent: int, *_rest: int) -> None:
+        self.said.append(f"slab {extent}")
+
+    def send_moves(self, moves: NDArray[np.void]) -> int:
+        self.said.append(f"moves {moves['dram_extent'].tolist()}")
+        return len(moves)
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def stalled_s(self) -> float:
+        return 0.0
+
+    def stop(self) -> None:
+        self.ended = True
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+        os.close(self.pidfd)
+
+
+class SlowKept:
+    """A keeper that confirms when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.confirm = asyncio.Event(), asyncio.Event()
+
+    async def add(self, _fds: Mapping[str, int]) -> None:
+        self.asked.set()
+        await self.confirm.wait()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Nothing is kept."""
+
+
+class Rig:
+    """One path whose store always has one move for its mover, into DRAM extent 10."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.link, self.kept = FakeLink(), SlowKept()
+        self.waiting = True
+        monkeypatch.setattr(module.MoverLink, "start", lambda *_args, **_kwargs: self.link)
+        config = SimpleNamespace(nvme_threads=1, durability=Durability.COMMIT)
+        owner: Any = SimpleNamespace(
+            config=config,
+            store=SimpleNamespace(take_moves=self._take),
+            warnings={},
+            settle_soon=lambda: None,
+            counters=SimpleNamespace(add=lambda *_: None),
+        )
+        info = SimpleNamespace(extent=10, nbytes=4096)
+        memory: Any = SimpleNamespace(extents=lambda tier: [(info, 0)] if tier is Tier.DRAM else [])
+        columns: Any = SimpleNamespace(extent_slot_bytes=[SLOT_BYTES], extent_bytes=[1 << 20])
+        slabs: Any = SimpleNamespace(number=lambda _: 1, slot_bytes=lambda _: SLOT_BYTES)
+        opened: Any = SimpleNamespace(directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1))
+        kept: Any = self.kept
+        self.path = MoverPath(
+            number=0, owner=owner, kept=kept, memory=memory, columns=columns, slabs=slabs, opened=opened
+        )
+        index: Any = SimpleNamespace(start=lambda: None, due=lambda: None)
+        self.path.index = index
+
+    async def in_service(self) -> None:
+        """Returns when the mover takes work."""
+        for _ in range(1000):
+            if self.path.in_service:
+                return
+            await asyncio.sleep(0.001)
+        raise TimeoutError
+
+    def _take(self, _path: int, _limit: int) -> NDArray[np.void]:
+        moves = np.zeros(1 if self.waiting else 0, dtype=MOVE)
+        moves["id"], moves["dram_extent"] = 1, 10
+        self.waiting = False
+        return moves
+
+
+def test_no_move_overtakes_the_extent_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover that was only starting was sent moves before its extents, and refused them: extent 10 is not mapped."""
+
+    async def work() -> None:
+        rig = Rig(monkeypatch)
+        running = asyncio.create_task(rig.path.run_forever())
+        await asyncio.wait_for(rig.kept.asked.wait(), WAIT_S)
+        rig.path.pump()  # as it comes after every call into the store
+        rig.path.extent_added(11, 4096, 0)
+        assert rig.link.said == [], "it is not in the keeper: it may touch no memory yet"
+        assert not rig.path.in_service
+        rig.kept.confirm.set()
+        await rig.in_service()
+        assert rig.link.said == ["extent 10", "slab 0", "moves [10]"]
+        rig.path.extent_added(12, 4096, 0)
+        assert rig.link.said[-1] == "extent 12"
+        running.cancel()
+        asyncio.get_running_loop().remove_reader(rig.link.fileno())
+        rig.link.close()
+
+    asyncio.run(work())
+
+
+def test_a_mover_that_cannot_be_given_an_extent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors, a mover went on without an extent, and blocks that it was to read there were given up."""
+
+    async def work() -> None:
+        rig = Rig(monkeypatch)
+        rig.kept.confirm.set()
+        running = asyncio.create_task(rig.path.run_forever())
+        await rig.in_service()
+        rig.link.extent_error = OSError(errno.EMFILE, "too many open files")
+        rig.path.extent_added(12, 4096, 0)
+        assert rig.link.killed
+        running.cancel()
+        asyncio.get_running_loop().remove_reader(rig.link.fileno())
+        rig.link.close()
+
+    asyncio.run(work())
+
+
+def test_a_link_short_of_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that takes no descriptor is writable all the time: the loop spun over it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process: Any = SimpleNamespace(pid=1)
+    link = MoverLink(process, ours, -1, max_outstanding=8)
+    failures = [errno.ETOOMANYREFS]
+    real = module.wire.send_packet
+
+    def send(sock: socket.socket, packet: bytes, fd: int | None = None) -> None:
+        if fd is not None and failures:
+            raise OSError(failures.pop(), "too many references")
+        real(sock, packet, fd)
+
+    monkeypatch.setattr(module.wire, "send_packet", send)
+    fd = os.memfd_create("test")
+    link.send_extent(3, 4096, fd)
+    assert link.starved
+    assert link.room == 0, "no move may overtake it"
+    link.flush()
+    assert not link.starved
+    assert link.room == 8
+    packet, received = module.wire.receive_packet(theirs)
+    assert isinstance(module.wire.parse(packet), module.wire.Extent)
+    assert received is not None
+    os.close(received)
+    os.close(fd)
+    link.stop()
+    theirs.close()

@@ -1,0 +1,89 @@
+"""What administrators have cleared, and when: so that neither a rebuilt index nor an old one brings it back.
+
+A clear takes blocks out of the index one by one, but leaves their trailers in the slabs, and the index itself is
+written a moment later. The file `cleared` beside it says since when a namespace is cleared; at a start every block of
+it that is no younger is passed over, wherever it was found. One line a namespace, written anew under another name
+and renamed: `<32 hex digits, or *> <ms>`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import Corruption
+from tiers.nvme.slab import sync_directory
+
+__all__ = ["EVERY_NAMESPACE", "note_cleared", "read_cleared", "without_cleared"]
+
+EVERY_NAMESPACE = b""
+_FILE = "cleared"
+_EVERY = "*"
+_DIGEST_BYTES = 16
+_TOUCH_SHIFT = np.uint64(20)  # below it a touch key has the depth: kvstore.layout.touch_key
+
+
+def read_cleared(directory: Path) -> dict[bytes, int]:
+    """Wall clock of the last clear in ms, by first half of the namespace's digest or EVERY_NAMESPACE.
+
+    Raises Corruption where the file is damaged.
+    """
+    file = directory / _FILE
+    try:
+        text = file.read_text(encoding="ascii")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise Corruption(f"{file} cannot be read: {error}") from error
+    found: dict[bytes, int] = {}
+    for line in text.splitlines():
+        name, _, ms = line.partition(" ")
+        try:
+            digest = EVERY_NAMESPACE if name == _EVERY else bytes.fromhex(name)
+            found[digest] = int(ms)
+        except ValueError:
+            digest = b"?"
+        if len(digest) not in (len(EVERY_NAMESPACE), _DIGEST_BYTES):
+            raise Corruption(f"{file} is damaged: delete it, and blocks that were cleared may come back")
+    return found
+
+
+def note_cleared(directory: Path, news: Mapping[bytes, int]) -> None:
+    """Adds to what `read_cleared` gives; durable when it returns. Raises OSError, Corruption. One caller at a time."""
+    entries = read_cleared(directory)
+    for digest, now_ms in news.items():
+        entries[digest] = max(now_ms, entries.get(digest, 0))
+    every_ms = entries.get(EVERY_NAMESPACE, 0)
+    lines = [
+        f"{digest.hex() or _EVERY} {ms}\n"
+        for digest, ms in entries.items()
+        if digest == EVERY_NAMESPACE or ms > every_ms
+    ]
+    unfinished = directory / f"{_FILE}.new"
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, "".join(lines).encode("ascii"))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    unfinished.rename(directory / _FILE)
+    sync_directory(directory)
+
+
+def without_cleared(records: NDArray[np.void], cleared: Mapping[bytes, int]) -> NDArray[np.void]:
+    """Those of RECORD[] that were touched, or as a scan found them written, after their namespace was cleared.
+
+    A block that somebody held through a clear goes too, unless it was written down since. O(records × namespaces).
+    """
+    gone = np.zeros(len(records), dtype=np.bool_)
+    written_ms = records["touch"] >> _TOUCH_SHIFT
+    for digest, ms in cleared.items():
+        before = written_ms <= np.uint64(ms)
+        if digest != EVERY_NAMESPACE:
+            before &= (records["ns_digest"] == np.frombuffer(digest, dtype="<u8")).all(axis=1)
+        gone |= before
+    return records[~gone]
