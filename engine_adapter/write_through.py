@@ -7,6 +7,7 @@ not come, the oldest blocks of a bounded backlog are let go of and stay in HBM a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from kvstore.wire.packed import COPY
 __all__ = ["WriteThrough", "copies"]
 
 _BATCH_BLOCKS = 32
+_LOG_INTERVAL_S = 10.0
+_LOG = logging.getLogger("kvstore.write_through")
 
 
 def copies(sources: SlotRun, targets: SlotRun) -> NDArray[np.void]:
@@ -52,7 +55,8 @@ class WriteThrough(Listener):
         self._backlog: deque[_Waiting] = deque()
         self._backlog_blocks = 0
         self._copying_blocks = 0
-        self.dropped_blocks = 0
+        self._dropped_blocks = 0
+        self._logged_at = -_LOG_INTERVAL_S
 
     def sealed(self, result: SealResult) -> None:
         """Published blocks join the backlog."""
@@ -94,8 +98,19 @@ class WriteThrough(Listener):
                     return
                 oldest = self._backlog.popleft().run
                 self._backlog_blocks -= len(oldest)
-                self.dropped_blocks += len(oldest)
+            self._note_dropped(len(oldest))
             self._session.step(dropped_hbm=oldest.slots)
+
+    def _note_dropped(self, blocks: int) -> None:
+        """Says now and then that blocks stay in HBM alone: they go with their device."""
+        now = time.monotonic()
+        with self._lock:
+            self._dropped_blocks += blocks
+            if now - self._logged_at < _LOG_INTERVAL_S:
+                return
+            self._logged_at = now
+            dropped = self._dropped_blocks
+        _LOG.warning("%d blocks so far were not copied to DRAM: no room came in time", dropped)
 
     def _pump(self) -> None:
         """Starts copies as far as backlog and room go."""
@@ -110,7 +125,7 @@ class WriteThrough(Listener):
             )
             if not self._copier.submit(batch):
                 self._ended(len(sources))
-                self.dropped_blocks += len(sources)
+                self._note_dropped(len(sources))
                 self._session.step(dropped_hbm=sources.slots, dropped_dram=targets.slots)
                 return
 

@@ -51,6 +51,9 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
         "paused": stats.paused,
         "rows": stats.rows,
         "max_rows": stats.max_rows,
+        "queued_reads": stats.queued_reads,
+        "queued_writes": stats.queued_writes,
+        "moves_in_flight": stats.moves_in_flight,
         "tiers": [
             {"tier": tier.tier, **{name: getattr(tier, name) for name in _TIER_FIELDS}}
             for tier in stats.tiers
@@ -68,6 +71,7 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         ("kvstore ", "bold"),
         f"{described.version} {state}, up {format_duration(round(stats.uptime_s))}, daemon {described.pid}{keeper}; ",
         f"{format_count(stats.rows)} of {format_count(stats.max_rows)} blocks known",
+        _moves(stats),
     )
     parts: list[RenderableType] = [head, _tiers(stats)]
     if stats.sessions:
@@ -77,6 +81,16 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         parts.append(_counters(shown))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in stats.warnings]
     return Group(*parts)
+
+
+def _moves(stats: pb.StatsReply) -> str:
+    """What is under way between DRAM and the disks; nothing where nothing is."""
+    if not (stats.moves_in_flight or stats.queued_reads or stats.queued_writes):
+        return ""
+    return (
+        f"; {format_count(stats.moves_in_flight)} moves under way, {format_count(stats.queued_reads)} reads and "
+        f"{format_count(stats.queued_writes)} writes wait"
+    )
 
 
 def _table(title: str, left: Sequence[str], headers: Sequence[str]) -> Table:

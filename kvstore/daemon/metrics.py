@@ -51,6 +51,9 @@ class StatsCollector(Collector):
         for name, value in (
             ("rows", stats.rows),
             ("max_rows", stats.max_rows),
+            ("queued_reads", stats.queued_reads),
+            ("queued_writes", stats.queued_writes),
+            ("moves_in_flight", stats.moves_in_flight),
             ("uptime_seconds", stats.uptime_s),
             ("paused", stats.paused),
             ("ready", stats.ready),

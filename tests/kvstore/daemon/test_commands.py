@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
+from kvstore.cli.status import _render
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.conftest import MemberProcess
 from tests.support.daemon import Service, wait_for
@@ -37,6 +41,17 @@ def test_status_shows_what_stats_says(client: Make, service: Service) -> None:
     assert (hbm["sealed_slots"], hbm["held_slots"]) == (10, 10)
     assert machine["sessions"][0]["name"] == "raw"
     assert machine["warnings"] == []
+    assert (machine["moves_in_flight"], machine["queued_reads"], machine["queued_writes"]) == (0, 0, 0)
+
+
+def test_status_shows_moves_under_way() -> None:
+    """What movers were at was counted and shown nowhere."""
+    described = pb.DescribeReply(version="1", pid=7)
+    stats = pb.StatsReply(ready=True, moves_in_flight=1200, queued_writes=7)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(_render(described, stats, every_counter=False))
+    assert isinstance(console.file, io.StringIO)
+    assert "1,200 moves under way, 0 reads and 7 writes wait" in console.file.getvalue()
 
 
 def test_explain_names_the_first_missing_block(client: Make, service: Service, tmp_path: Path) -> None:
