@@ -39,16 +39,26 @@ def model_geometry(source: ModelSource, *, block_tokens: int, dtype: str) -> Geo
 
 
 def namespace_parts(source: ModelSource, geometry: Geometry, settings: EngineSettings) -> dict[str, bytes]:
-    """The parts that the bundled engine states. Reads the weights once."""
+    """The parts that the bundled engine states. Reads the weights once; random ones are named by their seed.
+
+    A GPU's KV is not shared with the CPU's, nor that of random weights drawn there. In deterministic mode it is the KV
+    of one kind of GPU (`settings.device_name`).
+    """
     config, group = source.config, geometry.groups[0]
-    engine = f"bundled {_ENGINE_REVISION}"
+    kind = settings.device.partition(":")[0]
+    engine = f"bundled {_ENGINE_REVISION}" + ("" if kind == "cpu" else f" {kind}")
     if settings.deterministic:
-        engine += f" deterministic threads={settings.threads} torch={version('torch')}"
+        where = f"threads={settings.threads}" if kind == "cpu" else f"gpu={settings.device_name}"
+        engine += f" deterministic {where} torch={version('torch')}"
     sizes = asdict(config)
     rope = sizes.pop("rope")
+    if not sizes["qk_norm"]:
+        del sizes[
+            "qk_norm"
+        ]  # so that models without it keep the names that their blocks had before it was known
     return {
         "model": source.path.name.encode(),
-        "weights": weights_digest(source.path),
+        "weights": weights_digest(source.path) if source.seed is None else _random_weights(source.seed, kind),
         "dtype": geometry.dtype.encode(),
         "block_tokens": str(group.block_tokens).encode(),
         "groups": f"{group.rule.name} {group.layers}x{group.kv_heads}x{group.head_dim}".encode(),
@@ -71,6 +81,10 @@ def weights_digest(path: Path) -> bytes:
                 data.seek(offset)
                 state.update(data.read(length))
     return state.digest()
+
+
+def _random_weights(seed: int, device_kind: str) -> bytes:
+    return f"random seed={seed} drawn on {device_kind}".encode()
 
 
 def _files(path: Path) -> list[Path]:

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from engine_adapter.cli.assembly import engine_settings, store_geometry
+from engine_adapter.cli.assembly import engine_settings, model_source, store_geometry
 from engine_adapter.cli.generate import read_prompt
-from engine_adapter.engine.source import ModelSource, find_model
+from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
+from engine_adapter.engine.source import ModelSource
 from engine_adapter.fingerprint import namespace_parts
 from kvstore.cli.explain import explain_files, explain_tokens
 from kvstore.cli.settings import load_settings
@@ -25,9 +26,9 @@ __all__ = ["explain"]
 
 def explain(
     *,
-    model: Annotated[
-        str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")
-    ] = None,
+    model: ModelOption = None,
+    load_format: LoadFormatOption = None,
+    device: DeviceOption = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is stdin.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The text alone; no chat template.")] = False,
@@ -48,6 +49,8 @@ def explain(
     flags = {
         "socket": socket,
         "worker.model": model,
+        "worker.load_format": load_format,
+        "worker.device": device,
         "worker.block_tokens": block_tokens,
         "worker.threads": threads,
     }
@@ -60,7 +63,7 @@ def explain(
         explain_files(namespace, tokens, socket=config.serve.socket, as_json=as_json)
         return
     text = read_prompt(prompt, prompt_file)
-    source = find_model(config.worker.model)
+    source = model_source(config.worker)
     geometry = store_geometry(source, config.worker)
     parts = namespace_parts(source, geometry, engine_settings(config.worker, deterministic=deterministic))
     token_ids = _tokens(source, text, raw=raw)

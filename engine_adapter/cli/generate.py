@@ -17,10 +17,11 @@ from rich.console import Console
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
 from engine_adapter.cli.connection import WorkerConnection
+from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
 from engine_adapter.jsonl import GenerateRequest, Message, Result
 from kvstore.cli.settings import load_settings
 from kvstore.config import Config
-from kvstore.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.units import format_duration
 
 __all__ = ["generate", "read_prompt"]
@@ -30,9 +31,9 @@ _NAME = "generate"
 
 def generate(
     *,
-    model: Annotated[
-        str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")
-    ] = None,
+    model: ModelOption = None,
+    load_format: LoadFormatOption = None,
+    device: DeviceOption = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is stdin.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
@@ -66,7 +67,13 @@ def generate(
     )
     if worker is not None and (deterministic or no_cache):
         raise InvalidArgument("--deterministic and --no-cache belong to the worker: start it with them")
-    config = load_settings({"socket": socket, "worker.model": model}, file=file).config
+    flags = {
+        "socket": socket,
+        "worker.model": model,
+        "worker.load_format": load_format,
+        "worker.device": device,
+    }
+    config = load_settings(flags, file=file).config
     connection = None if deterministic or no_cache else _find_worker(worker, config, timeout)
     if connection is not None:
         with connection:
@@ -82,7 +89,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt's text, stripped. Raises InvalidArgument or NotFound with what to do."""
+    """The prompt's text, stripped. Raises InvalidArgument with what to do."""
     if (prompt is None) == (prompt_file is None):
         raise InvalidArgument("give --prompt TEXT or --prompt-file FILE")
     if prompt is None:
@@ -97,7 +104,7 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
-        raise NotFound(f"cannot read the prompt {path}: {error.strerror}") from error
+        raise InvalidArgument(f"cannot read the prompt {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"the prompt {path} is not UTF-8 text") from error
 

@@ -10,7 +10,7 @@ from engine_adapter.engine.errors import ModelError
 
 __all__ = ["ModelConfig", "RopeConfig", "RopeKind", "config_from_gguf", "config_from_hf"]
 
-_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 _PAGE_ALIGN_BYTES = 4096
 
 
@@ -36,7 +36,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-family decoder. `eos_token_ids` end a turn; `max_tokens` is the trained context in tokens."""
+    """A Llama-family decoder. `eos_token_ids` end a turn; `max_tokens` is the trained context in tokens.
+
+    With `qk_norm` each head of queries and keys is RMS-normalized before rope (Qwen3).
+    """
 
     architecture: str
     num_layers: int
@@ -54,6 +57,7 @@ class ModelConfig:
     mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.num_layers, self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads)
@@ -114,7 +118,7 @@ def config_from_hf(raw: Mapping[str, object], generation: Mapping[str, object] |
         raise ModelError(f"config.json: hidden_act {fields.get('hidden_act')!r} is not supported, only silu")
     max_tokens = fields.integer("max_position_embeddings", 2048)
     window = fields.get("sliding_window")
-    if isinstance(window, int) and window < max_tokens:
+    if isinstance(window, int) and window < max_tokens and raw.get("use_sliding_window", True):
         raise ModelError("config.json: sliding-window attention is not supported, only full attention")
     if "quantization_config" in raw:
         raise ModelError(
@@ -138,6 +142,7 @@ def config_from_hf(raw: Mapping[str, object], generation: Mapping[str, object] |
         mlp_bias=fields.flag("mlp_bias"),
         bos_token_id=_token_ids(raw.get("bos_token_id"))[0] if _token_ids(raw.get("bos_token_id")) else None,
         eos_token_ids=_token_ids(eos),
+        qk_norm=architecture == "Qwen3ForCausalLM",
     )
 
 

@@ -1,29 +1,38 @@
 """The engine: requests in, tokens and text out, one step at a time.
 
-One thread calls everything. A step schedules, computes, samples, commits and tells the block manager; it never waits.
-`idle_wait` is for a step that had nothing to compute although requests wait.
+One thread calls everything. A step schedules and launches, then takes in what the oldest launched step chose, commits
+what it wrote and tells the block manager; it waits for nothing but kernels. With `overlap` 1 a step stays in flight
+while the next one is scheduled and launched, so the GPU never waits for the host: stop conditions then take effect one
+step late, and the token that was computed too much is dropped. With 0, and for steps that draw at random on the host,
+each step ends before the next one is scheduled. `idle_wait` is for a step that had nothing to compute although
+requests wait.
 """
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine_adapter.base import BlockManager, RequestId
-from engine_adapter.engine.attention.sdpa import SdpaAttention
-from engine_adapter.engine.attention.tiled import GRID_TOKENS, TiledAttention
+from engine_adapter.engine.attention.tiled import GRID_TOKENS
 from engine_adapter.engine.detokenizer import Detokenizer
 from engine_adapter.engine.errors import InvalidRequest
 from engine_adapter.engine.kv_pool import view_pages
 from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.request import Chunk, FinishReason, Request
-from engine_adapter.engine.runner import FlatRunner, Runner, TiledRunner
+from engine_adapter.engine.runner import LaunchedStep, Runner
+from engine_adapter.engine.runners import make_runner
 from engine_adapter.engine.sampler import SamplingParams, sample
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from engine_adapter.engine.settings import EngineSettings
+from kvstore.errors import InvalidArgument
+from kvstore.faults import fault
+from kvstore.identity import packed_tokens
 
 __all__ = ["Completion", "Engine", "Output", "RequestStats"]
 
@@ -80,6 +89,20 @@ class _Live:
     first_token_at: float | None = field(default=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """A launched step; `sampling` has the parameters of each chunk that samples."""
+
+    chunks: list[Chunk]
+    step: LaunchedStep
+    sampling: list[SamplingParams]
+
+    @property
+    def draws(self) -> bool:
+        """Whether somebody draws at random from its logits, which happens on the host."""
+        return any(params.temperature > 0.0 for params in self.sampling)
+
+
 class Engine:
     """Runs one model over one block manager."""
 
@@ -89,19 +112,22 @@ class Engine:
         blocks: BlockManager,
         settings: EngineSettings,
         clock: Callable[[], float] = time.perf_counter,
+        make_runner: Callable[[LoadedModel, Tensor, EngineSettings], Runner] = make_runner,
     ) -> None:
-        """ValueError when the pages do not fit the model, ConfigError when they do not nest with the grid."""
+        """ValueError when the pages do not fit the model, ConfigError when they do not nest with the grid.
+
+        `make_runner` is for tests: a runner over the pool's pages.
+        """
         self.loaded = loaded
         self._blocks = blocks
         self._clock = clock
         pages = blocks.kv_pages()
         pool = view_pages(pages, loaded.config, blocks.block_tokens, loaded.model.dtype)
-        self._max_tokens = min(loaded.max_tokens, len(pages) * blocks.block_tokens)
-        self._runner: Runner = (
-            TiledRunner(loaded.model, TiledAttention(pool))
-            if settings.deterministic
-            else FlatRunner(loaded.model, SdpaAttention(pool))
-        )
+        self._max_tokens = min(loaded.max_tokens, pool.shape[0] * blocks.block_tokens)
+        self._runner = make_runner(loaded, pool, settings)
+        self._overlap = settings.overlap
+        self._in_flight: deque[_InFlight] = deque()
+        self._held: list[Output] = []  # outputs that came out between two steps
         grid = GRID_TOKENS if settings.deterministic else 1
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -118,13 +144,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._live)
+        """Whether any request is unfinished, or any step."""
+        return bool(self._live or self._in_flight or self._held)
 
     @property
     def max_tokens(self) -> int:
         """The longest request, prompt and answer, that model and pool allow."""
         return self._max_tokens
+
+    def prepare(self) -> None:
+        """Do now what would hold up the first requests once (graphs, on a GPU)."""
+        self._runner.prepare()
 
     def add_request(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: RequestId | None = None
@@ -135,13 +165,20 @@ class Engine:
         pass the longest request is cut short there.
         """
         accepted_at = self._clock()
-        tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(tokens)
         if request_id is None:
             request_id = RequestId(f"request-{next(self._numbers)}")
         if request_id in self._live:
             raise InvalidRequest(f"request {request_id!r} is running already")
-        request = Request(id=request_id, tokens=tokens, num_prompt=len(tokens))
+        if self._scheduler.is_leaving(request_id):
+            self._settle()
+        request = Request(
+            id=request_id,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            limit_tokens=min(len(tokens) + params.max_new_tokens, self._max_tokens),
+        )
         if not self._scheduler.add(request):
             raise InvalidRequest("too many requests are waiting: try again later")
         self._live[request_id] = _Live(
@@ -154,21 +191,35 @@ class Engine:
             raise InvalidRequest("the prompt is empty")
         if len(tokens) >= self._max_tokens:
             raise InvalidRequest(f"the prompt has {len(tokens)} tokens, at most {self._max_tokens - 1} fit")
-        ids = np.asarray(tokens)
-        if ids.min() < 0 or ids.max() >= self.loaded.config.vocab_size:
+        try:
+            largest = int(packed_tokens(tokens).max())
+        except InvalidArgument:
+            largest = self.loaded.config.vocab_size
+        if largest >= self.loaded.config.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {self.loaded.config.vocab_size - 1}")
 
     def abort(self, request_id: RequestId) -> Output | None:
-        """End a request now and give its pages back; its last output. None when it is not running (any more)."""
+        """End a request now; its last output. None when it is not running (any more).
+
+        Its pages go back at once, or when the step that is computing in them has ended.
+        """
         live = self._live.get(request_id)
-        return None if live is None else self._finish(live, (), FinishReason.ABORTED)
+        if live is None:
+            return None
+        live.request.forget_unknown()
+        return self._finish(live, (), FinishReason.ABORTED)
 
     def step(self) -> list[Output]:
         """Compute one step; what came out of it. Empty when nothing could run: see `idle_wait`."""
+        outputs, self._held = self._held, []
         chunks = self._scheduler.schedule()
-        outputs = self._compute(chunks) if chunks else []
+        if chunks:
+            self._launch(chunks)
+        self._idle = not chunks and not self._in_flight
+        depth = self._overlap if chunks and not self._in_flight[-1].draws else 0
+        while len(self._in_flight) > depth:
+            outputs += self._retire()
         self._blocks.end_step()
-        self._idle = not chunks
         return outputs
 
     def idle_wait(self, timeout_s: float = _IDLE_WAIT_S) -> None:
@@ -176,25 +227,44 @@ class Engine:
         if self._idle:
             self._blocks.wait(timeout_s)
 
-    def _compute(self, chunks: list[Chunk]) -> list[Output]:
+    def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
-        logits = self._runner.run(chunks, tables)
-        self._scheduler.complete(chunks)
-        sampling = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
-        chosen = sample(
-            logits, [live.params for live in sampling], [live.request.num_generated for live in sampling]
-        )
-        return [self._accept(live, token) for live, token in zip(sampling, chosen, strict=True)]
+        step = self._runner.launch(chunks, tables)
+        self._scheduler.launched(chunks)
+        sampling = [self._live[chunk.request.id].params for chunk in chunks if chunk.samples]
+        self._in_flight.append(_InFlight(chunks=chunks, step=step, sampling=sampling))
+        fault("step.launched")
 
-    def _accept(self, live: _Live, token: int) -> Output:
-        """Take a chosen token; an end-of-turn token ends the request and is not part of its answer."""
+    def _retire(self) -> list[Output]:
+        """Wait for the oldest launched step and take in what it computed: nothing is committed before that."""
+        ended = self._in_flight.popleft()
+        ended.step.wait()
+        fault("step.done")
+        useful = self._scheduler.complete(ended.chunks, self._choose(ended))
+        return [self._accept(self._live[c.request.id], c.request.tokens[c.end], c.end) for c in useful]
+
+    def _choose(self, ended: _InFlight) -> list[int]:
+        """The token of each chunk that samples."""
+        if not ended.draws:
+            return ended.step.tokens()
+        indices = [chunk.end - chunk.request.num_prompt for chunk in ended.chunks if chunk.samples]
+        return sample(ended.step.logits(), ended.sampling, indices)
+
+    def _settle(self) -> None:
+        """End every launched step; what comes out of it is kept for the next step's caller."""
+        while self._in_flight:
+            self._held += self._retire()
+
+    def _accept(self, live: _Live, token: int, position: int) -> Output:
+        """Take the token chosen for `position`; an end-of-turn token ends the request and is not part of its answer."""
         if live.first_token_at is None:
             live.first_token_at = self._clock()
         request = live.request
         if token in self.loaded.config.eos_token_ids and not live.params.ignore_eos:
+            del request.tokens[position:]
             return self._finish(live, (), FinishReason.STOP)
-        request.tokens.append(token)
-        if request.num_generated >= live.params.max_new_tokens or len(request.tokens) >= self._max_tokens:
+        assert request.limit_tokens is not None
+        if position + 1 >= request.limit_tokens:
             return self._finish(live, (token,), FinishReason.LENGTH)
         return Output(request_id=request.id, token_ids=(token,), text=live.detokenizer.push((token,)))
 
@@ -223,13 +293,13 @@ class Engine:
 
     def run(self) -> Iterator[Output]:
         """Step until no request is left, waiting where nothing can run."""
-        while self._live:
+        while self.has_work:
             yield from self.step()
             self.idle_wait()
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
         """Answer `prompts` together; answers in their order. Only when no other request is live."""
-        if self._live:
+        if self.has_work:
             raise InvalidRequest("generate needs an engine without other requests")
         ids = [self.add_request(prompt, params) for prompt in prompts]
         parts: dict[RequestId, list[Output]] = {request_id: [] for request_id in ids}

@@ -1,7 +1,8 @@
-"""Runs one step: turns chunks into flat batches, runs the model over them, returns the logits that are wanted.
+"""Runs one step: turns chunks into flat batches, runs the model over them, gives the logits and tokens that are wanted.
 
 `FlatRunner` runs all chunks in one pass. `TiledRunner` is deterministic mode: passes of one tile each, whose shapes
-never vary. Both read block tables when the step begins and have finished their kernels when they return.
+never vary. Both read block tables when the step begins and have finished their kernels when `launch` returns; a runner
+on a GPU (`cuda_runner`) returns while they are under way.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,60 @@ from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.tiles import Piece, cut_tiles
 
-__all__ = ["FlatRunner", "Runner", "TiledRunner"]
+__all__ = ["FlatRunner", "LaunchedStep", "Runner", "TiledRunner"]
+
+
+class LaunchedStep(Protocol):
+    """A step whose kernels are under way or have completed."""
+
+    def wait(self) -> None:
+        """Returns when all its kernels have completed: pages that it wrote may be committed. Call it first."""
+        ...
+
+    def tokens(self) -> list[int]:
+        """The most likely token of each chunk that samples, in the order of the chunks."""
+        ...
+
+    def logits(self) -> Tensor:
+        """Logits `[number of chunks that sample, vocab]`, in the same order; until the next launch."""
+        ...
 
 
 class Runner(Protocol):
-    """Computes chunks; `tables[i]` is the block table of `chunks[i]`'s request."""
+    """Computes chunks; `tables[i]` is the block table of `chunks[i]`'s request.
 
-    def run(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:
-        """Logits `[number of chunks that sample, vocab]`, in the order of the chunks."""
+    Steps complete in the order of their launches. A token that is `UNKNOWN` is the one that the launch before chose for
+    that request.
+    """
+
+    def prepare(self) -> None:
+        """Do now what the first steps would have to do once (compile, capture)."""
         ...
+
+    def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
+        """Start a step. Chunks and tables are read before it returns."""
+        ...
+
+
+class _Ended:
+    """A step that had completed when it was launched."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def wait(self) -> None:
+        """See LaunchedStep."""
+        if self._logits.is_cuda:
+            torch.cuda.current_stream(self._logits.device).synchronize()
+
+    def tokens(self) -> list[int]:
+        """See LaunchedStep."""
+        chosen: list[int] = self._logits.argmax(dim=-1).tolist()
+        return chosen
+
+    def logits(self) -> Tensor:
+        """See LaunchedStep."""
+        return self._logits
 
 
 class FlatRunner:
@@ -36,7 +82,15 @@ class FlatRunner:
         self._model = model
         self._attention = attention
 
+    def prepare(self) -> None:
+        """See Runner. There is nothing."""
+
+    def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
+        """See Runner."""
+        return _Ended(self.run(chunks, tables))
+
     def run(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:
+        """Logits `[number of chunks that sample, vocab]`, in the order of the chunks."""
         ends = np.cumsum([chunk.end - chunk.start for chunk in chunks])
         starts = np.concatenate(([0], ends[:-1]))
         batch = AttentionBatch(
@@ -46,9 +100,7 @@ class FlatRunner:
             context_lens=np.array([chunk.end for chunk in chunks], np.int32),
         )
         token_ids = np.concatenate([np.array(c.request.tokens[c.start : c.end], np.int64) for c in chunks])
-        hidden = self._model.forward(
-            torch.from_numpy(token_ids), torch.from_numpy(batch.positions()), self._attention.plan(batch)
-        )
+        hidden = _forward(self._model, token_ids, batch, self._attention)
         last = [int(end) - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
         return self._model.logits(hidden[last])
 
@@ -60,7 +112,15 @@ class TiledRunner:
         self._model = model
         self._attention = attention
 
+    def prepare(self) -> None:
+        """See Runner. There is nothing."""
+
+    def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
+        """See Runner."""
+        return _Ended(self.run(chunks, tables))
+
     def run(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:
+        """Logits `[number of chunks that sample, vocab]`, in the order of the chunks."""
         wanted: dict[int, Tensor] = {}
         for tile in cut_tiles(chunks, GRID_TOKENS):
             hidden = self._forward(tile, chunks, tables)
@@ -69,7 +129,7 @@ class TiledRunner:
                 logits = self._model.logits(hidden)
                 wanted.update((piece.chunk, logits[(piece.end - 1) % GRID_TOKENS]) for piece in finals)
         if not wanted:
-            return torch.empty((0, self._model.config.vocab_size))
+            return torch.empty((0, self._model.config.vocab_size), device=self._model.device)
         return torch.stack([wanted[index] for index in sorted(wanted)])
 
     def _forward(
@@ -87,9 +147,14 @@ class TiledRunner:
             rows=rows,
             context_lens=np.array([piece.end for piece in tile], np.int32),
         )
-        return self._model.forward(
-            torch.from_numpy(token_ids), torch.from_numpy(batch.positions()), self._attention.plan(batch)
-        )
+        return _forward(self._model, token_ids, batch, self._attention)
+
+
+def _forward(
+    model: Llama, token_ids: NDArray[np.int64], batch: AttentionBatch, attention: AttentionBackend
+) -> Tensor:
+    ids, positions = torch.from_numpy(token_ids), torch.from_numpy(batch.positions())
+    return model.forward(ids.to(model.device), positions.to(model.device), attention.plan(batch))
 
 
 def _pad_tables(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -5,13 +5,18 @@ Continuous batching under a token budget: running requests first, those that dec
 yet (its prefix is being loaded, or computed by another request, or pages are short) is passed over, not waited for.
 So that it does not starve behind smaller ones, nobody else is admitted once it was passed over `patience` steps. When
 a decoding request finds no page, the newest running request is preempted: its pages go back, it is computed again.
+
+A step goes `schedule` → `launched` → `complete`, and the next one may be scheduled and launched before the one before
+it is complete; steps complete in their order. Pages that a launched step may still write stay with their request until
+that step is complete, whatever became of the request meanwhile.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_adapter.base import BlockManager
-from engine_adapter.engine.request import Chunk, Request
+from engine_adapter.base import BlockManager, RequestId
+from engine_adapter.engine.request import UNKNOWN, Chunk, Request
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -51,6 +56,10 @@ class Scheduler:
         self._blocks = blocks
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission
+        self._preempted: list[
+            Request
+        ] = []  # in launched steps still; they wait again when those are complete
+        self._removed: dict[RequestId, Request] = {}  # the same, and their pages go back
         self._preemptions_total = 0
 
     def add(self, request: Request) -> bool:
@@ -62,12 +71,18 @@ class Scheduler:
         return True
 
     def remove(self, request: Request) -> None:
-        """Finished or aborted: out of the queues, pages back. Not between `schedule` and its `complete`."""
-        if request in self._running:
-            self._running.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
-        self._blocks.release(request.id)
+        """Finished or aborted: out of the queues, pages back. Not between `schedule` and its `launched`."""
+        for queue in (self._running, self._preempted, self._waiting):
+            if request in queue:
+                queue.remove(request)
+        if request.num_in_flight:
+            self._removed[request.id] = request
+        else:
+            self._blocks.release(request.id)
+
+    def is_leaving(self, request_id: RequestId) -> bool:
+        """Whether a launched step still uses pages of a removed request of that name: it cannot be added yet."""
+        return request_id in self._removed
 
     def schedule(self) -> list[Chunk]:
         """Choose the next step's chunks; empty when nothing can run now. O(running + waiting looked at)."""
@@ -79,20 +94,55 @@ class Scheduler:
         self._admit(chunks, budget)
         return chunks
 
-    def complete(self, chunks: list[Chunk]) -> None:
-        """The chunks' kernels have completed: commit what is full. Call before new tokens are appended."""
-        block_tokens = self._blocks.block_tokens
+    def launched(self, chunks: Sequence[Chunk]) -> None:
+        """The chunks' kernels are under way: what they compute counts as computed, what they choose is unknown yet."""
         for chunk in chunks:
             request = chunk.request
             request.num_computed = chunk.end
-            if chunk.end // block_tokens > request.num_committed // block_tokens:
-                request.num_committed = chunk.end
-                self._blocks.commit(request.id, request.tokens, chunk.end)
+            request.num_in_flight += 1
+            if chunk.samples:
+                request.tokens.append(UNKNOWN)
+
+    def complete(self, chunks: Sequence[Chunk], chosen: Sequence[int]) -> list[Chunk]:
+        """The kernels of the oldest launched step have completed; `chosen` are its tokens, one for each that samples.
+
+        Fills those in, commits what is full and gives back the pages of requests that left meanwhile. Returns the
+        chunks whose tokens are of use: those that sample, of requests that did not leave.
+        """
+        tokens, useful = iter(chosen), []
+        for chunk in chunks:
+            request = chunk.request
+            token = next(tokens) if chunk.samples else UNKNOWN
+            request.num_in_flight -= 1
+            if self._removed.get(request.id) is request:
+                self._leave(request)
+                continue
+            if chunk.samples:
+                request.tokens[chunk.end] = token
+                useful.append(chunk)
+            self._commit(request, chunk.end)
+            if not request.num_in_flight and request in self._preempted:
+                self._preempted.remove(request)
+                self._requeue(request)
+        return useful
+
+    def _leave(self, request: Request) -> None:
+        if not request.num_in_flight:
+            del self._removed[request.id]
+            self._blocks.release(request.id)
+
+    def _commit(self, request: Request, num_tokens: int) -> None:
+        block_tokens = self._blocks.block_tokens
+        if num_tokens // block_tokens > request.num_committed // block_tokens:
+            request.num_committed = num_tokens
+            self._blocks.commit(request.id, request.tokens, num_tokens)
 
     def stats(self) -> SchedulerStats:
         """Counts for metrics."""
         return SchedulerStats(
-            waiting=len(self._waiting), running=len(self._running), preemptions_total=self._preemptions_total
+            waiting=len(self._waiting) + len(self._preempted),
+            running=len(self._running),
+            preemptions_total=self._preemptions_total,
         )
 
     def _decodes(self) -> list[Chunk]:
@@ -115,20 +165,29 @@ class Scheduler:
     def _reserve(self, request: Request) -> bool:
         """Make room for a decoding request's next token, by preempting the newest request if need be.
 
-        At most one is preempted: its pages may become free only after this step, and then the request goes on.
+        At most one is preempted: its pages may become free only after this step, and then the request goes on. Nobody
+        is while pages of one that was are still in a launched step.
         """
         if self._blocks.reserve(request.id, len(request.tokens)):
             return True
+        if self._preempted:
+            return False
         victim = self._running[-1]
         self._preempt(victim)
         return victim is not request and self._blocks.reserve(request.id, len(request.tokens))
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        self._blocks.release(request.id)
-        request.num_computed = request.num_committed = 0
         request.num_preemptions += 1
         self._preemptions_total += 1
+        if request.num_in_flight:
+            self._preempted.append(request)
+        else:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._blocks.release(request.id)
+        request.num_computed = request.num_committed = 0
         self._waiting.appendleft(request)  # it was admitted before everybody who waits
         self._blocks.enqueue(request.id, request.tokens)
 

@@ -11,12 +11,17 @@ __all__ = ["EngineSettings"]
 class EngineSettings:
     """`deterministic` makes a token's logits bitwise equal cold, behind any cached prefix and in any company.
 
-    `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt
-    and answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
+    `device` is `cpu` or `cuda:N` (`engine.device` resolves `auto`), `device_name` what a GPU is called. `overlap` is
+    how many steps stay in flight while the next one is scheduled: 1 on a GPU, 0 where a launched step has ended.
+    `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt and
+    answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
     (deterministic mode compares equal only under equal thread counts).
     """
 
     deterministic: bool = False
+    device: str = "cpu"
+    device_name: str = ""
+    overlap: int = 0
     chunk_tokens: int = 512
     max_running: int = 64
     max_waiting: int = 1024
@@ -24,6 +29,8 @@ class EngineSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if self.overlap not in (0, 1):
+            raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
         for name in ("chunk_tokens", "max_running", "max_waiting", "max_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -9,8 +9,9 @@ from typing import cast
 from engine_adapter.engine.config import ModelConfig, config_from_gguf, config_from_hf
 from engine_adapter.engine.errors import ModelError
 from engine_adapter.engine.gguf_file import GgufFile, read_gguf
+from engine_adapter.engine.shapes import known_shapes, shape_of
 
-__all__ = ["ModelSource", "find_model", "known_models"]
+__all__ = ["ModelSource", "find_model", "find_shape", "known_models"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +29,15 @@ _REGISTRY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model found on disk: `path` is a GGUF file (then `gguf` is its header) or a Hugging Face folder."""
+    """A model found on disk: `path` is a GGUF file (then `gguf` is its header) or a Hugging Face folder.
+
+    With a `seed` its weights are random, nothing is read, and `path` is only what the model is called.
+    """
 
     path: Path
     config: ModelConfig
     gguf: GgufFile | None
+    seed: int | None = None
 
 
 def known_models() -> tuple[str, ...]:
@@ -48,6 +53,19 @@ def find_model(model: str) -> ModelSource:
     if path.is_file():
         return _open_gguf(path)
     raise ModelError(f"no model {model!r}: give a folder, a GGUF file or one of {', '.join(known_models())}")
+
+
+def find_shape(model: str, seed: int = 0) -> ModelSource:
+    """A model of random weights: a known shape, or that of a folder's config.json. ModelError for what is neither."""
+    config = shape_of(model)
+    if config is None:
+        folder = Path(model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"no shape {model!r}: give a folder with a config.json or one of {', '.join(known_shapes())}"
+            )
+        config = config_from_hf(_read_json(folder / "config.json"))
+    return ModelSource(path=Path(model), config=config, gguf=None, seed=seed)
 
 
 def _packaged_file(packaged: _Packaged) -> Path:

@@ -10,7 +10,7 @@ from engine_adapter.engine.chat import ChatTemplate
 from engine_adapter.engine.errors import ModelError
 from engine_adapter.engine.source import ModelSource
 
-__all__ = ["TextTokenizer", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "TextTokenizer", "load_tokenizer"]
 
 
 class TextTokenizer:
@@ -43,8 +43,25 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
+class ByteTokenizer(TextTokenizer):
+    """Of models that have no files: text is its UTF-8 bytes; of a token beyond a byte the low eight bits are shown."""
+
+    def __init__(self) -> None:
+        super().__init__(Tokenizer(models.BPE()), None, None)
+
+    def encode(self, text: str) -> list[int]:
+        """One token a byte."""
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD."""
+        return bytes(token & 0xFF for token in token_ids).decode(errors="replace")
+
+
 def load_tokenizer(source: ModelSource) -> TextTokenizer:
     """The tokenizer that lies with a model. ModelError when there is none that can be used."""
+    if source.seed is not None:
+        return ByteTokenizer()
     if source.gguf is not None:
         return _from_gguf(source.gguf.metadata)
     return _from_folder(source.path)

@@ -1,37 +1,39 @@
-"""Loads a model's weights as torch tensors, fused the way the model multiplies them. CPU, one dtype for all.
+"""Loads a model's weights as torch tensors, fused the way the model multiplies them. One device and one dtype for all.
 
-Two readers give tensors by Hugging Face name: safetensors shards, and GGUF (dequantized; the q/k row permutation that
-llama.cpp's converter applies for its interleaved rope is undone). Every matrix ends in an allocation of torch's own,
-64-byte aligned: a product's last bits may depend on alignment, and deterministic mode promises equal bits anywhere.
+Two readers give tensors by Hugging Face name: safetensors shards, and GGUF (`gguf_weights`). Every matrix ends in an
+allocation of torch's own, 64-byte aligned: a product's last bits may depend on alignment, and deterministic mode
+promises equal bits anywhere.
 """
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-import gguf
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine_adapter.engine.config import ModelConfig
 from engine_adapter.engine.errors import ModelError
-from engine_adapter.engine.gguf_file import GgufFile
 from engine_adapter.engine.source import ModelSource
 
-__all__ = ["LayerWeights", "ModelWeights", "load_weights"]
+__all__ = ["LayerWeights", "ModelWeights", "convert_weights", "load_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Projections are `[out, in]`; `qkv` stacks q, k, v and `gate_up` stacks gate, up along out."""
+    """One decoder layer. Projections are `[out, in]`; `qkv` stacks q, k, v and `gate_up` stacks gate, up along out.
+
+    `q_norm` and `k_norm` are `[head_dim]`, of models that normalize each head.
+    """
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
@@ -52,10 +54,39 @@ class ModelWeights:
     rope_factors: Tensor | None
 
 
-def load_weights(source: ModelSource, dtype: torch.dtype = torch.float32) -> ModelWeights:
+def load_weights(
+    source: ModelSource, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> ModelWeights:
     """Read and fuse all weights of `source`. ModelError when a tensor is missing or has the wrong shape."""
-    reader = _GgufTensors(source.gguf, source.config) if source.gguf else _SafeTensors(source.path)
-    return _Assembler(reader, source.config, dtype).model()
+    reader: _Tensors
+    if source.gguf:
+        # Here, because `gguf` is imported there: a worker of a safetensors model does without.
+        from engine_adapter.engine.gguf_weights import GgufTensors
+
+        reader = GgufTensors(source.gguf, source.config)
+    else:
+        reader = _SafeTensors(source.path)
+    return _Assembler(reader, source.config, dtype, torch.device(device)).model()
+
+
+def convert_weights(weights: ModelWeights, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
+    """The same weights elsewhere; what is tied stays tied."""
+
+    def convert(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(device, dtype)
+
+    embedding = weights.embedding.to(device, dtype)
+    tied = weights.lm_head is weights.embedding
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(
+            LayerWeights(**{part.name: convert(getattr(layer, part.name)) for part in fields(layer)})
+            for layer in weights.layers
+        ),
+        final_norm=weights.final_norm.to(device, dtype),
+        lm_head=embedding if tied else weights.lm_head.to(device, dtype),
+        rope_factors=convert(weights.rope_factors),
+    )
 
 
 class _Tensors(Protocol):
@@ -69,10 +100,13 @@ class _Tensors(Protocol):
 class _Assembler:
     """Checks shapes and fuses; the parts of a layer are dequantized in parallel (numpy drops the interpreter lock)."""
 
-    def __init__(self, tensors: _Tensors, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: _Tensors, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._tensors = tensors
         self._config = config
         self._dtype = dtype
+        self._device = device
 
     def model(self) -> ModelWeights:
         c = self._config
@@ -101,6 +135,8 @@ class _Assembler:
             input_norm=self._stack([f"{base}input_layernorm.weight"], [(hidden,)]),
             qkv=self._weight(attn, rows, hidden),
             qkv_bias=self._bias(attn, rows) if c.attention_bias else None,
+            q_norm=self._head_norm(f"{base}self_attn.q_norm"),
+            k_norm=self._head_norm(f"{base}self_attn.k_norm"),
             out=self._weight(out, [hidden], rows[0]),
             out_bias=self._bias(out, [hidden]) if c.attention_bias else None,
             mlp_norm=self._stack([f"{base}post_attention_layernorm.weight"], [(hidden,)]),
@@ -110,6 +146,10 @@ class _Assembler:
             down_bias=self._bias(down, [hidden]) if c.mlp_bias else None,
         )
 
+    def _head_norm(self, module: str) -> Tensor | None:
+        config = self._config
+        return self._stack([f"{module}.weight"], [(config.head_dim,)]) if config.qk_norm else None
+
     def _weight(self, modules: list[str], rows: list[int], columns: int) -> Tensor:
         return self._stack([f"{name}.weight" for name in modules], [(n, columns) for n in rows])
 
@@ -118,7 +158,8 @@ class _Assembler:
 
     def _stack(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
         """Read tensors, check them and stack them along the first axis, converted to the model's dtype."""
-        total = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype)
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        total = torch.empty(shape, dtype=self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             try:
@@ -169,76 +210,3 @@ def _shards(folder: Path) -> list[Path]:
     if any(Path(name).name != name for name in names):
         raise ModelError(f"{index} names a shard outside its folder")
     return [folder / name for name in names]
-
-
-_GGUF_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-class _GgufTensors:
-    """A GGUF file of the llama architecture."""
-
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
-        self._file = file
-        self._heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-
-    def read(self, name: str) -> Tensor:
-        if name in _GGUF_TOP:
-            return self._tensor(_GGUF_TOP[name])
-        index, _, rest = name.removeprefix("model.layers.").partition(".")
-        module, _, kind = rest.rpartition(".")
-        part = _GGUF_LAYER[module]
-        tensor = self._tensor(f"blk.{index}.{part}.{kind}")
-        return _unpermute(tensor, self._heads[part]) if part in self._heads else tensor
-
-    def rope_factors(self) -> Tensor | None:
-        name = "rope_freqs.weight"
-        return self._tensor(name) if name in self._file.tensors else None
-
-    def _tensor(self, name: str) -> Tensor:
-        entry = self._file.tensors[name]
-        try:
-            kind = gguf.GGMLQuantizationType(entry.ggml_type)
-            byte_shape = gguf.quant_shape_to_byte_shape(entry.shape, kind)
-        except ValueError as error:
-            raise ModelError(f"{self._file.path}: tensor {name!r}: {error}") from error
-        raw = self._file.data[entry.offset : entry.offset + int(np.prod(byte_shape))]
-        if raw.size != int(np.prod(byte_shape)):
-            raise ModelError(f"{self._file.path} is cut off within tensor {name!r}")
-        try:
-            values = gguf.dequantize(_typed(raw, kind).reshape(_dequantize_rows(byte_shape[0]), -1), kind)
-        except NotImplementedError as error:
-            raise ModelError(f"{self._file.path}: quantization {kind.name} is not supported") from error
-        writable = np.require(values, np.float32, ["C", "W"])  # what is F32 already is still the mapped file
-        return torch.from_numpy(writable).view(entry.shape)
-
-
-def _dequantize_rows(num_rows: int) -> int:
-    """As how many rows to dequantize: `gguf` takes 16 at a time, too few for numpy where rows are short."""
-    return num_rows // 16 if num_rows % 16 == 0 else num_rows
-
-
-def _typed(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    if kind == gguf.GGMLQuantizationType.F32:
-        return raw.view(np.float32)
-    return raw.view(np.float16) if kind == gguf.GGMLQuantizationType.F16 else raw
-
-
-def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
-    """Undo the converter's reordering of q/k rows: per head `[dim / 2, 2]` interleaved pairs back to two halves."""
-    pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [heads, head_dim / 2, 2, ...]
-    return pairs.transpose(1, 2).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""The Llama family: RMSNorm, rope, grouped-query attention, SwiGLU; in plain torch functional operations.
+"""The Llama family (Qwen3 too): RMSNorm, rope, grouped-query attention, SwiGLU; in plain torch functional operations.
 
 A forward pass takes a flat batch of rows (tokens of any mix of requests) and is the same for prefill and decode; only
 the attention it is given knows which rows belong together.
@@ -23,9 +23,10 @@ class Llama:
         """`max_tokens` bounds positions: the rope table has so many rows."""
         self.config = config
         self.dtype = weights.embedding.dtype
-        self._weights = weights
-        self._rope: RopeTable = make_rope_table(
-            config.rope, config.head_dim, max_tokens, weights.rope_factors, self.dtype
+        self.device = weights.embedding.device
+        self.weights = weights
+        self.rope: RopeTable = make_rope_table(
+            config.rope, config.head_dim, max_tokens, weights.rope_factors, self.device
         )
 
     @torch.inference_mode()
@@ -34,9 +35,9 @@ class Llama:
 
         Writes the rows' KV through `attention`.
         """
-        cos, sin = self._rope.cos[positions].unsqueeze(1), self._rope.sin[positions].unsqueeze(1)
-        hidden = functional.embedding(token_ids, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
+        cos, sin = self.rope.cos[positions].unsqueeze(1), self.rope.sin[positions].unsqueeze(1)
+        hidden = functional.embedding(token_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
             hidden = hidden + self._attend(index, layer, hidden, cos, sin, attention)
             hidden = hidden + self._mlp(layer, hidden)
         return hidden
@@ -44,7 +45,7 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocab]` of hidden states `[rows, hidden]`."""
-        return functional.linear(self._norm(hidden, self._weights.final_norm), self._weights.lm_head)
+        return functional.linear(self._norm(hidden, self.weights.final_norm), self.weights.lm_head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -62,6 +63,8 @@ class Llama:
         qkv = functional.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
         sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         query, key, value = torch.split(qkv.view(rows, -1, c.head_dim), sizes, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)
         attention.write(index, rotate(key, cos, sin), value)
         mixed = attention.attend(index, rotate(query, cos, sin))  # [rows, num_heads, head_dim]
         return functional.linear(mixed.reshape(rows, -1), layer.out, layer.out_bias)

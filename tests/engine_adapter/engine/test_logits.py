@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_theta": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
 }
 

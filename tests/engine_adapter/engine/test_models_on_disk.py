@@ -282,7 +282,7 @@ def test_damaged_weights_give_one_line(tmp_path: Path) -> None:
 
 def test_matrices_are_aligned(tiny_model: LoadedModel) -> None:
     """Unaligned weights (mapped from a file) gave products that differed in the last bit between processes."""
-    weights = tiny_model.model._weights
+    weights = tiny_model.model.weights
     for layer in weights.layers:
         assert all(t.data_ptr() % 64 == 0 for t in (layer.qkv, layer.out, layer.gate_up, layer.down))
     assert weights.embedding.data_ptr() % 64 == 0

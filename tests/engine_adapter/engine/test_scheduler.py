@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapter.base import Admission, BlockManager, RequestId
 from engine_adapter.engine.plain import PlainBlockManager
-from engine_adapter.engine.request import Chunk, Request
+from engine_adapter.engine.request import UNKNOWN, Chunk, Request
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
 
@@ -45,15 +45,17 @@ class Driver:
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed < chunk.end
         assert len({chunk.request.id for chunk in chunks}) == len(chunks)
-        self.subject.complete(chunks)
-        for chunk in chunks:
-            if chunk.samples:
-                chunk.request.tokens.append(1000 + chunk.request.num_generated)
-                if chunk.request.num_generated == self.answer:
-                    self.subject.remove(chunk.request)
-                    self.finished.append(chunk.request.id)
+        self.subject.launched(chunks)
+        self.complete(chunks)
         self.steps.append(chunks)
         return chunks
+
+    def complete(self, chunks: list[Chunk]) -> None:
+        chosen = [1000 + chunk.end - chunk.request.num_prompt for chunk in chunks if chunk.samples]
+        for chunk in self.subject.complete(chunks, chosen):
+            if chunk.end + 1 - chunk.request.num_prompt == self.answer:
+                self.subject.remove(chunk.request)
+                self.finished.append(chunk.request.id)
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
@@ -172,12 +174,8 @@ def test_a_request_is_never_both_preempted_and_run_in_one_step() -> None:
             assert len(table) * BLOCK >= chunk.end
             assert chunk.request.num_preemptions == before[chunk.request.id] or chunk.start == 0
         blocks.check_integrity()
-        driver.subject.complete(chunks)
-        for chunk in chunks:
-            if chunk.samples:
-                chunk.request.tokens.append(7)
-                if chunk.request.num_generated == 30:
-                    driver.subject.remove(chunk.request)
+        driver.subject.launched(chunks)
+        driver.complete(chunks)
     assert driver.subject.stats().running + driver.subject.stats().waiting == 0
 
 
@@ -268,3 +266,79 @@ def test_removing_a_waiting_request_releases_it() -> None:
 def test_bounds_that_could_stop_a_prefill_are_refused(bounds: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
         scheduler(plain(), **bounds)
+
+
+def test_a_step_is_scheduled_while_the_one_before_it_runs() -> None:
+    blocks = cache()
+    driver = Driver(scheduler(blocks), answer=20)
+    prompt = request("r", 30)
+    prompt.limit_tokens = 50
+    driver.subject.add(prompt)
+    first = driver.subject.schedule()
+    driver.subject.launched(first)
+    assert prompt.tokens[-1] == UNKNOWN
+    second = driver.subject.schedule()
+    assert spans(second) == [("r", 30, 31)]
+    driver.subject.launched(second)
+    assert "commit" not in blocks.calls
+    driver.complete(first)
+    assert prompt.tokens[-2:] == [1000, UNKNOWN]
+    assert blocks.calls.count("commit") == 1
+    assert list(blocks.sealed) == [tuple(range(16))]
+    driver.complete(second)
+    assert prompt.tokens[-2:] == [1000, 1001]
+    driver.run()
+    assert driver.finished == ["r"]
+
+
+def test_nothing_is_scheduled_beyond_where_a_request_ends_for_sure() -> None:
+    driver = Driver(scheduler(plain()), answer=1)
+    prompt = request("r", 10)
+    prompt.limit_tokens = 11
+    driver.subject.add(prompt)
+    first = driver.subject.schedule()
+    driver.subject.launched(first)
+    assert driver.subject.schedule() == []
+    driver.complete(first)
+    assert driver.finished == ["r"]
+
+
+def test_a_request_is_preempted_when_its_step_has_ended() -> None:
+    """Pages that a kernel still writes must not be given to anybody."""
+    blocks = plain(num_pages=4)
+    driver = Driver(scheduler(blocks), answer=30)
+    old, new = request("old", 31), request("new", 31)
+    for item in (old, new):
+        driver.subject.add(item)
+    first = driver.subject.schedule()
+    driver.subject.launched(first)
+    second = driver.subject.schedule()  # 32 tokens each: the last that the pages hold
+    driver.subject.launched(second)
+    driver.complete(first)
+    third = driver.subject.schedule()  # none has a page for its 33rd: the newest gives way, when it may
+    assert third == []
+    assert new.num_preemptions == 1
+    assert len(blocks.pages(new.id)) == 2
+    assert driver.subject.stats().waiting == 1
+    assert driver.subject.schedule() == []
+    assert (old.num_preemptions, new.num_preemptions) == (0, 1)  # one is enough
+    driver.complete(second)
+    assert new.tokens[-2:] == [1000, 1001]
+    blocks.check_integrity()
+    assert spans(driver.subject.schedule()) == [("old", 32, 33)]
+
+
+def test_a_removed_request_leaves_when_its_step_has_ended() -> None:
+    blocks = plain()
+    driver = Driver(scheduler(blocks))
+    gone = request("r", 10)
+    driver.subject.add(gone)
+    chunks = driver.subject.schedule()
+    driver.subject.launched(chunks)
+    driver.subject.remove(gone)
+    assert driver.subject.is_leaving(gone.id)
+    assert len(blocks.pages(gone.id)) == 1
+    assert driver.subject.complete(chunks, [7]) == []
+    assert not driver.subject.is_leaving(gone.id)
+    blocks.check_integrity()
+    assert len(blocks._tables) == 0

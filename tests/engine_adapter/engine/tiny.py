@@ -66,6 +66,8 @@ def _layer(config: ModelConfig, matrix: Any) -> dict[str, torch.Tensor]:
         weights |= {f"self_attn.{name}_proj.bias": matrix(shape[0]) for name, shape in attention.items()}
     if config.mlp_bias:
         weights |= {f"mlp.{name}_proj.bias": matrix(shape[0]) for name, shape in mlp.items()}
+    if config.qk_norm:
+        weights |= {f"self_attn.{name}_norm.weight": matrix(config.head_dim) + 1 for name in ("q", "k")}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         weights[f"{norm}.weight"] = matrix(hidden) + 1
     return weights

@@ -1,0 +1,58 @@
+"""Chooses the runner for a model, its device and its settings. The only place that knows all of them."""
+
+from torch import Tensor
+
+from engine_adapter.engine.attention.sdpa import SdpaAttention
+from engine_adapter.engine.attention.tiled import TiledAttention
+from engine_adapter.engine.loader import LoadedModel
+from engine_adapter.engine.runner import FlatRunner, Runner, TiledRunner
+from engine_adapter.engine.settings import EngineSettings
+
+__all__ = ["make_runner", "max_pages"]
+
+
+def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
+    """A runner of `loaded` over `pool` `[page, layer, K|V, kv_head, token, head_dim]`.
+
+    ConfigError when the pages do not nest with deterministic mode's grid.
+    """
+    if pool.is_cuda:
+        make = _deterministic_cuda_runner if settings.deterministic else _cuda_runner
+        return make(loaded, pool, settings)
+    if settings.deterministic:
+        return TiledRunner(loaded.model, TiledAttention(pool))
+    return FlatRunner(loaded.model, SdpaAttention(pool))
+
+
+def _cuda_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
+    # Here, because triton is imported there, which CPU builds of torch come without.
+    from engine_adapter.engine.cuda_runner import CudaRunner
+    from engine_adapter.engine.models.fused import FusedLlama
+    from engine_adapter.engine.streams import CudaQueue
+    from engine_adapter.engine.triton_passes import TritonElementwise, TritonPasses
+
+    passes = TritonPasses(
+        loaded.model,
+        pool,
+        max_rows=settings.chunk_tokens + settings.max_running,
+        max_sequences=settings.max_running,
+    )
+    return CudaRunner(
+        FusedLlama(loaded.model, TritonElementwise()),
+        passes,
+        CudaQueue(pool.device),
+        settings,
+        max_pages=max_pages(loaded, pool),
+    )
+
+
+def _deterministic_cuda_runner(loaded: LoadedModel, pool: Tensor, _settings: EngineSettings) -> Runner:
+    from engine_adapter.engine.attention.triton_fixed import FixedTritonAttention
+
+    return TiledRunner(loaded.model, FixedTritonAttention(pool, loaded.config.num_heads))
+
+
+def max_pages(loaded: LoadedModel, pool: Tensor) -> int:
+    """The most pages of one request, with one token that is dropped at its end."""
+    block_tokens = pool.shape[4]
+    return min(pool.shape[0], -(-(loaded.max_tokens + 1) // block_tokens))
