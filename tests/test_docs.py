@@ -38,3 +38,11 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
             re.findall(r"\" make ([a-z-]+)", document.read_text())
         )
         assert named <= targets, f"{document.name} names {sorted(named - targets)}"
+
+
+def test_each_fault_named_in_the_architecture_has_its_test() -> None:
+    """A table of tests that nobody compared with the tests named some that had long been renamed."""
+    named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(named) > 20
+    for place, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / place).read_text(), f"{place} has no {test}"

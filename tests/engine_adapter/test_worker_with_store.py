@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -139,4 +140,6 @@ def test_a_stopped_daemon_stalls_no_answer(service: Path, worker: Path) -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
     assert len(arrivals) == 400
+    slowest = max(later - earlier for earlier, later in itertools.pairwise(arrivals))
+    assert slowest < 0.9, f"a step took {slowest:.2f} s: less than any time-out, so nothing was waited for"
     assert ask(worker, 1, prompt="something else").prompt_tokens == len("something else")
