@@ -30,6 +30,7 @@ __all__ = [
     "hash_blocks",
     "namespace_digest",
     "namespace_key",
+    "packed_tokens",
 ]
 
 KEY_BYTES = 32
@@ -96,12 +97,15 @@ def hash_blocks(key: bytes, parent: bytes, token_ids: ArrayLike, block_tokens: i
     """
     if len(parent) != HASH_BYTES or block_tokens < 1:
         raise InvalidArgument(f"a parent hash has {HASH_BYTES} bytes and a block at least one token")
-    packed = hash_chain(key, parent, _as_tokens(token_ids).data, 4 * block_tokens)
+    packed = hash_chain(key, parent, packed_tokens(token_ids).data, 4 * block_tokens)
     return np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
 
 
-def _as_tokens(token_ids: ArrayLike) -> NDArray[np.uint32]:
-    """Little-endian uint32, contiguous. Casting alone would wrap: token 2**32 would be taken for token 0."""
+def packed_tokens(token_ids: ArrayLike) -> NDArray[np.uint32]:
+    """[n] tokens as little-endian uint32, contiguous. Casting alone would wrap: token 2**32 would be taken for token 0.
+
+    Raises: InvalidArgument for what is no uint32. O(n): 131,072 of a list in 0.8 ms, an array at best as it is.
+    """
     if isinstance(token_ids, list | tuple) and token_ids and type(token_ids[0]) is int:
         return _packed(token_ids)
     given = np.asarray(token_ids)
@@ -141,7 +145,7 @@ class HashChain:
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Appends tokens. O(new tokens), amortised."""
-        tokens = np.concatenate([self._rest, _as_tokens(token_ids)])
+        tokens = np.concatenate([self._rest, packed_tokens(token_ids)])
         parent = self._buffer[self._count - 1].tobytes() if self._count else _ROOT
         new = hash_blocks(self._key, parent, tokens, self.block_tokens)
         needed = self._count + len(new)
