@@ -13,6 +13,7 @@ to 10 k rows is taken on the store alone, in this process.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 import kvstore
 from bench.blocks import ANSWER_S, SMALL, chains, fill, parts
 from bench.calls import Caller
+from bench.control import CONTROL_HBM_BYTES, ControlPlane, measure_control_plane
 from bench.load import LoadPlan, spawn
 from bench.loaded import HBM_BYTES, Loaded, measure_loaded
 from bench.scale import scale_ratio
@@ -33,7 +35,7 @@ from bench.timing import median
 from kvstore.client import DeviceSpec, Targets
 from kvstore.layout import table_bytes
 
-__all__ = ["FULL", "SHORT", "LookupPlan", "LookupResult", "Pair", "measure"]
+__all__ = ["FULL", "SHORT", "LookupPlan", "LookupResult", "Pair", "Rates", "measure"]
 
 U64 = NDArray[np.uint64]
 
@@ -59,6 +61,7 @@ class LookupPlan:
     dram: str
     nvme: str
     scale_rows: tuple[int, int]
+    control_tokens: int = 131_072
 
 
 FULL = LookupPlan(
@@ -78,8 +81,8 @@ SHORT = LookupPlan(
     max_rows=1 << 17,
     samples=40,
     loaded_samples=100,
-    clients=2,
-    seconds=0.5,
+    clients=8,
+    seconds=1.0,
     disk_chains=6,
     dram="256MiB",
     nvme="1GiB",
@@ -96,6 +99,14 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """A second, of one client and of all of them together."""
+
+    one: float
+    many: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
     """What was measured. Times are milliseconds."""
 
@@ -103,8 +114,11 @@ class LookupResult:
     random: Pair
     loaded: Loaded
     storing: Loaded
-    calls_per_s_8_clients: float
-    matches_per_s_8_clients: float
+    clients: int
+    """How many the rates of "8 clients" were taken with: 8 but in tests."""
+    calls_per_s: Rates
+    matches_per_s: Rates
+    control_plane: ControlPlane | None
     scale_ratio_10k_to_10m: float
     index_bytes_per_block: float
     daemon_private_bytes_per_block: float
@@ -115,8 +129,12 @@ class LookupResult:
             "match_ms": self.chained.match_ms,
             "call_ms": self.chained.call_ms,
             "call_p99_ms_loaded": self.loaded.call_p99_ms,
-            "calls_per_s_8_clients": self.calls_per_s_8_clients,
-            "matches_per_s_8_clients": self.matches_per_s_8_clients,
+            "calls_per_s_1_client": self.calls_per_s.one,
+            "calls_per_s_8_clients": self.calls_per_s.many,
+            "matches_per_s_1_client": self.matches_per_s.one,
+            "matches_per_s_8_clients": self.matches_per_s.many,
+            "clients": self.clients,
+            "control_plane": None if self.control_plane is None else asdict(self.control_plane),
             "scale_ratio_10k_to_10m": self.scale_ratio_10k_to_10m,
             "index_bytes_per_block": self.index_bytes_per_block,
             "random": {"match_ms": self.random.match_ms, "call_ms": self.random.call_ms},
@@ -136,7 +154,7 @@ def measure(plan: LookupPlan, say: Callable[[str], None], parent: Path | None = 
     hbm_bytes = _hbm_bytes(plan)
     settings = {
         "max_rows": str(plan.max_rows),
-        "hbm": str(hbm_bytes + HBM_BYTES + 2 * _EXTENT_BYTES),
+        "hbm": str(hbm_bytes + HBM_BYTES + CONTROL_HBM_BYTES + 3 * _EXTENT_BYTES),
         "min_slot": "4KiB",
         "dram": plan.dram,
         "nvme": "{folder}/nvme:" + plan.nvme,
@@ -173,7 +191,8 @@ def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
     run.say("match and acquire, chained and random")
     chained, random = _pair(run, prompts), _pair(run, _shuffled(prompts))
     private_bytes = run.service.daemon_resident_bytes() - empty_bytes
-    run.say(f"{plan.clients} clients")
+    control = _control_plane(run)
+    run.say(f"one client, and {plan.clients}")
     load = LoadPlan(
         socket=str(run.service.socket),
         seconds=plan.seconds,
@@ -182,8 +201,10 @@ def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
         chains=4,
         hbm_bytes=_hbm_bytes(plan),
     )
-    calls = _throughput("calls", load, plan.clients)
-    matches = _throughput("matches", load, plan.clients)
+    calls, matches = (
+        Rates(one=_throughput(role, load, 1), many=_throughput(role, load, plan.clients))
+        for role in ("calls", "matches")
+    )
     run.say("acquire while disk reads and eviction run")
     disk = replace(load, chains=plan.disk_chains)
     loaded, storing = (
@@ -196,12 +217,21 @@ def _measure_daemon(run: _Run, ratio: float) -> LookupResult:
         random=random,
         loaded=loaded,
         storing=storing,
-        calls_per_s_8_clients=calls,
-        matches_per_s_8_clients=matches,
+        clients=plan.clients,
+        calls_per_s=calls,
+        matches_per_s=matches,
+        control_plane=control,
         scale_ratio_10k_to_10m=ratio,
         index_bytes_per_block=table_bytes(shape) / shape.max_rows,
         daemon_private_bytes_per_block=private_bytes / plan.rows,
     )
+
+
+def _control_plane(run: _Run) -> ControlPlane | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    run.say(f"the control plane's share of {run.plan.control_tokens:,} tokens")
+    return measure_control_plane(run.service.socket, run.plan.control_tokens, run.plan.samples // 2 + 1)
 
 
 def _hbm_bytes(plan: LookupPlan) -> int:

@@ -29,6 +29,7 @@ TINY = replace(
     dram="192MiB",
     nvme="768MiB",
     scale_rows=(4096, 8192),
+    control_tokens=4096,
 )
 
 
@@ -47,8 +48,11 @@ def test_every_figure_is_there(short_path: Path) -> None:
         "match_ms",
         "call_ms",
         "call_p99_ms_loaded",
+        "calls_per_s_1_client",
         "calls_per_s_8_clients",
+        "matches_per_s_1_client",
         "matches_per_s_8_clients",
+        "control_plane",
         "scale_ratio_10k_to_10m",
         "index_bytes_per_block",
         "random",
@@ -66,7 +70,12 @@ def test_every_figure_is_there(short_path: Path) -> None:
         assert loaded["blocks_read_per_s"] > 0, "nothing was read from disk while it was called loaded"
         assert loaded["evictions_per_s"] > 0, "nothing was evicted while it was called loaded"
     assert found["call_p99_ms_loaded"] == found["loaded"]["call_p99_ms"]  # type: ignore[index]
-    assert len(said) == 6
+    control = found["control_plane"]
+    assert isinstance(control, dict)
+    assert control["prompt_tokens"] == 4096
+    assert control["total_ms"] > control["hash_ms"] > 0
+    assert found["clients"] == 2
+    assert len(said) == 7
     assert list(short_path.iterdir()) == [], "nothing is left on the disk"
 
 

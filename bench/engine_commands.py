@@ -1,0 +1,190 @@
+"""The commands that run an engine (`ttft`, `decode`, `prefill`, `pressure`), and those over all benchmarks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench import decode as decode_bench
+from bench import prefill as prefill_bench
+from bench import pressure as pressure_bench
+from bench import ttft as ttft_bench
+from bench.engine_figures import decode_figures, prefill_figures, pressure_figures, ttft_figures
+from bench.machine import document
+from bench.output import (
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    ModelOption,
+    OutOption,
+    SaveOption,
+    ShortOption,
+    WorkerOption,
+    checked,
+    finish,
+    progress,
+    worker_settings,
+)
+from bench.plots import draw_folder
+from bench.report import write_result
+from bench.short import run_all, summary_table
+from kvstore.errors import KvstoreError
+
+__all__ = ["decode", "every", "plot", "prefill", "pressure", "ttft"]
+
+
+def ttft(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+    device: DeviceOption = "auto",
+    model: ModelOption = None,
+    worker: WorkerOption = None,
+) -> None:
+    """Time to the first token of long prompts by tier, and from `kill -9` of the engine to its next one."""
+    plan = ttft_bench.plan_for(device, short=short)
+    with progress() as say:
+        found = ttft_bench.measure(
+            plan,
+            say,
+            device=device,
+            model=model,
+            parent=checked(folder),
+            worker=worker_settings(worker),
+        )
+    finish("ttft", asdict(found), ttft_figures, as_json=as_json, save=save, out=out)
+
+
+def decode(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    device: DeviceOption = "auto",
+    model: ModelOption = None,
+) -> None:
+    """Tokens a second of decoding, beside the roofline of this device's reads."""
+    plan = decode_bench.plan_for(device, short=short)
+    with progress() as say:
+        found = decode_bench.measure(plan, say, device=device, model=model)
+    finish("decode", asdict(found), decode_figures, as_json=as_json, save=save, out=out)
+
+
+def prefill(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    device: DeviceOption = "auto",
+    model: ModelOption = None,
+) -> None:
+    """Tokens a second of prefill, beside this device's rate of matrix products."""
+    plan = prefill_bench.plan_for(device, short=short)
+    with progress() as say:
+        found = prefill_bench.measure(plan, say, device=device, model=model)
+    finish("prefill", asdict(found), prefill_figures, as_json=as_json, save=save, out=out)
+
+
+_Cells = Annotated[
+    list[str] | None,
+    typer.Option("--cell", help="Only this cell, like 8/round_robin/dram; more than one. Else all."),
+]
+
+
+def pressure(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+    device: DeviceOption = "auto",
+    model: ModelOption = None,
+    worker: WorkerOption = None,
+    cell: _Cells = None,
+) -> None:
+    """Long documents whose KV is 2, 4 and 8 times the HBM, visited again: times and hits by tiers.
+
+    With --out each cell is written as soon as it is there, beside those that the file already has: the grid can be made
+    in pieces.
+    """
+    plan = pressure_bench.plan_for(device, short=short)
+    if model is not None:
+        plan = replace(plan, model=model)
+    wanted = [pressure_bench.parse_cell(text) for text in cell] if cell else list(plan.cells)
+    cells: dict[str, Any] = {found["cell"]: found for found in _stored_cells(out)}
+    result: dict[str, Any] = {}
+    with progress() as say:
+        for chosen in wanted:
+            try:
+                found = asdict(
+                    pressure_bench.measure_cell(
+                        plan,
+                        chosen,
+                        say,
+                        device=device,
+                        parent=checked(folder),
+                        worker=worker_settings(worker),
+                    )
+                )
+            except KvstoreError as error:
+                found = {"cell": str(chosen), "error": str(error)}
+                Console(stderr=True).print(f"{chosen}: {error}", markup=False)
+            cells[str(chosen)] = found
+            result = {"plan": _sizes(plan), "cells": list(cells.values())}
+            if out is not None:
+                write_result(out.stem, document(result), out.parent)
+    finish("pressure", result, pressure_figures, as_json=as_json, save=save)
+    if all("error" in cells[str(chosen)] for chosen in wanted):
+        raise KvstoreError(f"no cell could be measured: {cells[str(wanted[0])]['error']}")
+
+
+def _sizes(plan: pressure_bench.PressurePlan) -> dict[str, object]:
+    return {name: value for name, value in asdict(plan).items() if name != "cells"}
+
+
+def _stored_cells(out: Path | None) -> list[dict[str, Any]]:
+    if out is None or not out.is_file():
+        return []
+    cells = json.loads(out.read_text(encoding="utf-8"))["results"]["cells"]
+    assert isinstance(cells, list)
+    return cells
+
+
+def every(
+    *,
+    short: ShortOption = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for results, logs and plots.")] = Path(
+        "bench-results"
+    ),
+    folder: FolderOption = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Only this benchmark; more than one.")
+    ] = None,
+) -> None:
+    """Every benchmark, each in a process of its own with a time limit; the short form takes ten minutes."""
+    with progress() as say:
+        runs = run_all(out, say, short=short, parent=checked(folder), only=only)
+    Console().print(summary_table(runs))
+    plot(out)
+    if not any(run.succeeded for run in runs):
+        raise KvstoreError(f"no benchmark succeeded: {out} has their logs")
+
+
+def plot(folder: Annotated[Path, typer.Argument(help="Folder that `kvstore bench all` wrote.")]) -> None:
+    """Draw the results in a folder; needs matplotlib (pip install 'kvstore[bench]')."""
+    drawn = draw_folder(folder)
+    if drawn is None:
+        print("matplotlib is not installed (pip install 'kvstore[bench]'): results without plots")
+    else:
+        print(f"drew {', '.join(path.name for path in drawn) or 'nothing'} in {folder}")

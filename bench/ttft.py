@@ -1,0 +1,92 @@
+"""`kvstore bench ttft`: time to the first token of a long prompt by where its KV is, and after `kill -9`.
+
+A real daemon and an engine process of random weights. Each prompt is computed once (`recompute`) and asked again
+(`hbm`). The HBM of the engine holds one prompt of the longest kind: two of those, asked in turns, put everything else
+out of HBM, so what is asked then comes from DRAM (`dram`). For `disk` daemon and engine are started again over the
+same files. A sample counts for a tier only when all of its cached tokens came from there.
+
+What a load from DRAM may take is 1.12 × its bytes at the rate of a plain pinned copy in the same process, and one
+decode step. From `kill -9` of the engine process to the first token of a new one over HBM that outlived it, each part
+of the start is listed, and what is left to KV: the time to the first token less one decode step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.shapes import default_model
+from bench.ttft_run import Kill, TtftPlan, TtftRow, TtftRun
+from engine_adapter.engine.device import resolve_device
+
+__all__ = ["CPU", "CUDA", "CUDA_SHORT", "Kill", "TtftPlan", "TtftResult", "TtftRow", "measure", "plan_for"]
+
+CUDA = TtftPlan(
+    lengths=(8192, 32768, 131072),
+    new_tokens=16,
+    samples=5,
+    chunk_tokens=8192,
+    raw_bytes=4 << 30,
+    disk="44GiB",
+)
+CUDA_SHORT = TtftPlan(
+    lengths=(8192, 32768), new_tokens=16, samples=3, chunk_tokens=8192, raw_bytes=1 << 30, disk="12GiB"
+)
+CPU = TtftPlan(
+    lengths=(256, 1024), new_tokens=4, samples=2, chunk_tokens=256, raw_bytes=16 << 20, disk="64MiB"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftResult:
+    """What was measured; rates in 10^9 bytes a second."""
+
+    model: str
+    device: str
+    raw_gb_per_s: float
+    rows: tuple[TtftRow, ...]
+    kill: Kill
+
+
+def plan_for(device: str, *, short: bool) -> TtftPlan:
+    """The sizes that suit a device, as `--device` names it."""
+    if not resolve_device(device).startswith("cuda"):
+        return CPU
+    return CUDA_SHORT if short else CUDA
+
+
+def measure(
+    plan: TtftPlan,
+    say: Callable[[str], None],
+    *,
+    device: str = "auto",
+    model: str | None = None,
+    parent: Path | None = None,
+    worker: Mapping[str, str] | None = None,
+) -> TtftResult:
+    """Runs everything. `worker`: further settings of the engine, by key. `parent`: where files are made.
+
+    Raises: ConfigError where the daemon cannot run here, and what daemon and engine raise.
+    """
+    name, model = resolve_device(device), model or default_model(device)
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=parent))
+    try:
+        run = TtftRun(plan=plan, say=say, folder=folder, model=model, device=name, extra=dict(worker or {}))
+        with run.service():
+            with run.engine() as engine:
+                raw = engine.raw_bytes_per_s(plan.raw_bytes)
+                run.cold_and_hbm(engine)
+                run.dram(engine)
+                killed_at = engine.kill()
+            kill = run.after_kill(killed_at)
+            run.flush()
+        with run.service(), run.engine() as engine:
+            run.disk(engine)
+        return TtftResult(
+            model=model, device=name, raw_gb_per_s=raw / 1e9, rows=tuple(run.rows(raw)), kill=kill
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

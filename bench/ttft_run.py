@@ -1,0 +1,310 @@
+"""The parts of one run of the `ttft` benchmark: daemon and engine, what is asked of them, and what comes of it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import kvstore
+from bench.asked import Answer, AskedWorker, Mark, spawn_asked
+from bench.service import Service, serve_in
+from bench.timing import median
+from engine_adapter.engine.device import compute_dtype
+from engine_adapter.engine.source import find_shape
+from kvstore.errors import DeadlineExceeded
+from kvstore.geometry import DTYPE_BYTES
+from kvstore.units import parse_size, write_size
+
+__all__ = ["LOAD_FACTOR", "Kill", "Samples", "TtftPlan", "TtftRow", "TtftRun"]
+
+LOAD_FACTOR = 1.12
+_PROMPTS = 2  # of each length; those of the longest put each other out of HBM
+_WARM_SEED = 1000
+_SPARE_PAGES = 8
+_SPARE_BYTES = 1 << 30
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftPlan:
+    """Sizes of one run, in ascending order of length."""
+
+    lengths: tuple[int, ...]
+    new_tokens: int
+    samples: int
+    """Of each length and tier but disk, where each prompt is asked once."""
+    chunk_tokens: int
+    raw_bytes: int
+    disk: str
+    """Capacity of the disk tier; everything has to fit."""
+    block_tokens: int = 32
+    timeout_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftRow:
+    """Medians over the samples of one length, in seconds; None where no sample came from that tier alone.
+
+    `load_bound_s`: what a load of `load_bytes` from DRAM may take. `equal`: every answer to a prompt that was cached,
+    in whatever tier, had the same tokens; `equal_cold`: and those of the answer that was computed.
+    """
+
+    prompt_tokens: int
+    recompute_s: float
+    hbm_s: float | None
+    dram_s: float | None
+    disk_s: float | None
+    load_bytes: int
+    load_bound_s: float
+    decode_step_s: float
+    equal: bool
+    equal_cold: bool
+    samples: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """From `kill -9` of an engine process to the first token of the next one. `parts` in order, in seconds."""
+
+    prompt_tokens: int
+    cached_by_tier: Mapping[str, int]
+    total_s: float
+    parts: Mapping[str, float]
+    ttft_s: float
+    kv_s: float
+    """Of `ttft_s`, what is not a decode step."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Answers to the prompts of one length."""
+
+    block_tokens: int
+    cold: dict[int, Answer] = field(default_factory=dict)  # by the prompt's seed
+    warm: dict[str, list[Answer]] = field(default_factory=lambda: {"hbm": [], "dram": [], "nvme": []})
+    equal: bool = True
+    equal_cold: bool = True
+    first: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # tokens of a prompt's first cached answer
+
+    def add(self, seed: int, answer: Answer) -> None:
+        """Takes an answer to a prompt that was cached; it counts for a tier when it came from that one alone."""
+        self.equal &= answer.token_ids == self.first.setdefault(seed, answer.token_ids)
+        self.equal_cold &= answer.token_ids == self.cold[seed].token_ids
+        most = (answer.prompt_tokens - 1) // self.block_tokens * self.block_tokens
+        if answer.cached_tokens == most and len(answer.cached_by_tier) == 1:
+            self.warm[next(iter(answer.cached_by_tier))].append(answer)
+
+    def seconds(self, tier: str) -> float | None:
+        """Median time to the first token of those that came from `tier`."""
+        times = [answer.ttft_s for answer in self.warm[tier]]
+        return median(times) if times else None
+
+
+class TtftRun:
+    """See the module. Made anew for each run; one thread."""
+
+    def __init__(
+        self,
+        *,
+        plan: TtftPlan,
+        say: Callable[[str], None],
+        folder: Path,
+        model: str,
+        device: str,
+        extra: Mapping[str, str],
+    ) -> None:
+        self._plan = plan
+        self._say = say
+        self._folder = folder
+        self._model = model
+        self._device = device
+        self._extra = extra
+        dtype = compute_dtype(device)
+        config = find_shape(model).config
+        self._slot_bytes = config.page_bytes(plan.block_tokens, DTYPE_BYTES[dtype])
+        self._samples = {length: Samples(plan.block_tokens) for length in plan.lengths}
+        self._service: Service | None = None
+        self._stored_blocks = 0
+
+    # ------------------------------------------------------------ processes
+
+    @contextmanager
+    def service(self) -> Iterator[None]:
+        """A daemon over the run's folder; each finds on disk what the ones before wrote."""
+        self._say("starting a daemon")
+        blocks = sum(_PROMPTS * self._blocks(length) for length in self._plan.lengths)
+        dram = blocks * self._slot_bytes * 5 // 4
+        settings = {
+            "hbm": write_size(self._pages() * self._slot_bytes * 5 // 4 + (64 << 20)),
+            "min_slot": write_size(self._slot_bytes),
+            "dram": write_size(-(-dram // (64 << 20)) * (64 << 20)),
+            "nvme": f"{self._folder / 'nvme'}:{self._disk()}",
+            "orphan_ttl": "15m",
+        }
+        with serve_in(self._folder, settings) as service:
+            self._service = service
+            try:
+                yield
+            finally:
+                self._service = None
+
+    @contextmanager
+    def engine(self) -> Iterator[AskedWorker]:
+        """A ready engine process over HBM of its own."""
+        with self._spawn() as worker:
+            worker.ready()
+            yield worker
+
+    def _spawn(self) -> AbstractContextManager[AskedWorker]:
+        assert self._service is not None
+        flags = {
+            "socket": str(self._service.socket),
+            "worker.model": self._model,
+            "worker.load_format": "dummy",
+            "worker.device": self._device,
+            "worker.hbm": write_size(self._pages() * self._slot_bytes),
+            "worker.block_tokens": str(self._plan.block_tokens),
+            "worker.chunk_tokens": str(self._plan.chunk_tokens),
+            **self._extra,
+        }
+        self._say("starting an engine")
+        return spawn_asked(flags, self._folder / "engine.log", self._plan.timeout_s)
+
+    # ------------------------------------------------------------ what is asked
+
+    def cold_and_hbm(self, engine: AskedWorker) -> None:
+        """Every prompt once, which computes it, and then again from HBM."""
+        self._ask(engine, self._plan.lengths[0], _WARM_SEED)
+        self._stored_blocks += self._plan.lengths[0] // self._plan.block_tokens
+        for length, samples in self._samples.items():
+            for seed in range(_PROMPTS):
+                self._say(f"{length:,} tokens: recompute, then from HBM")
+                samples.cold[seed] = self._ask(engine, length, seed)
+                for _ in range(self._plan.samples):
+                    samples.add(seed, self._ask(engine, length, seed))
+                self._stored_blocks += length // self._plan.block_tokens
+                self._await_dram()
+
+    def dram(self, engine: AskedWorker) -> None:
+        """Prompts that were put out of HBM by the longest ones, which are samples too."""
+        longest = self._plan.lengths[-1]
+        for length, samples in self._samples.items():
+            for sample in range(self._plan.samples):
+                self._say(f"{length:,} tokens: from DRAM")
+                for seed in range(_PROMPTS):
+                    self._samples[longest].add(seed, self._ask(engine, longest, seed))
+                if length != longest:
+                    seed = sample % _PROMPTS
+                    samples.add(seed, self._ask(engine, length, seed))
+
+    def after_kill(self, killed_at: float) -> Kill:
+        """What a new engine process does until it has answered the prompt that the killed one had in HBM last."""
+        longest, seed = self._plan.lengths[-1], _PROMPTS - 1
+        with self._spawn() as engine:
+            marks = engine.ready()
+            answer = self._ask(engine, longest, seed)
+        self._samples[longest].add(seed, answer)
+        return Kill(
+            prompt_tokens=longest,
+            cached_by_tier=answer.cached_by_tier,
+            total_s=answer.first_token_at - killed_at,
+            parts=_parts(killed_at, marks, answer),
+            ttft_s=answer.ttft_s,
+            kv_s=answer.ttft_s - answer.step_s,
+        )
+
+    def disk(self, engine: AskedWorker) -> None:
+        """Every prompt once, from the files alone."""
+        for length, samples in self._samples.items():
+            for seed in range(_PROMPTS):
+                self._say(f"{length:,} tokens: from disk")
+                samples.add(seed, self._ask(engine, length, seed))
+
+    def flush(self) -> None:
+        """Waits until everything is on disk."""
+        self._say("writing everything to disk")
+        assert self._service is not None
+        with kvstore.connect(self._service.socket) as client:
+            pending = client.flush(self._plan.timeout_s).pending_blocks
+        if pending:
+            raise DeadlineExceeded(f"{pending} blocks did not reach the disk in {self._plan.timeout_s:g} s")
+
+    def _ask(self, engine: AskedWorker, length: int, seed: int) -> Answer:
+        # Prompts of different lengths share no first block.
+        return engine.ask(tokens=length, seed=seed + length, new_tokens=self._plan.new_tokens)
+
+    def _await_dram(self) -> None:
+        """Until every full block that was computed is in DRAM too: before, nothing may put it out of HBM."""
+        assert self._service is not None
+        deadline = time.monotonic() + self._plan.timeout_s
+        with kvstore.connect(self._service.socket) as client:
+            while True:
+                sealed = [tier.sealed_slots for tier in client.stats().tiers if tier.tier == "dram"]
+                if sealed[0] >= self._stored_blocks:
+                    return
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{sealed[0]} of {self._stored_blocks} blocks reached DRAM in {self._plan.timeout_s:g} s"
+                    )
+                time.sleep(_POLL_S)
+
+    # ------------------------------------------------------------ sizes and results
+
+    def _blocks(self, length: int) -> int:
+        """Blocks of a prompt and its answer."""
+        return -(-(length + self._plan.new_tokens) // self._plan.block_tokens) + 1
+
+    def _pages(self) -> int:
+        """HBM pages: one prompt of the longest kind, and the slots that a session keeps in hand."""
+        needed = self._blocks(self._plan.lengths[-1]) + _SPARE_PAGES
+        return needed + min(256, max(4, needed // 14))
+
+    def _disk(self) -> str:
+        """Capacity of the disk tier: as planned, or what the disk has room for."""
+        self._folder.mkdir(exist_ok=True)
+        free = shutil.disk_usage(self._folder).free + _used_bytes(self._folder)
+        wanted = parse_size(self._plan.disk)
+        return write_size(
+            wanted if wanted + _SPARE_BYTES < free else max(64 << 20, free * 3 // 4 >> 28 << 28)
+        )
+
+    def rows(self, raw_bytes_per_s: float) -> Iterator[TtftRow]:
+        """One a length."""
+        for length, samples in self._samples.items():
+            cached = (length - 1) // self._plan.block_tokens * self._slot_bytes
+            answers = [answer for found in samples.warm.values() for answer in found]
+            step_s = median([answer.step_s for answer in answers or list(samples.cold.values())])
+            yield TtftRow(
+                prompt_tokens=length,
+                recompute_s=median([answer.ttft_s for answer in samples.cold.values()]),
+                hbm_s=samples.seconds("hbm"),
+                dram_s=samples.seconds("dram"),
+                disk_s=samples.seconds("nvme"),
+                load_bytes=cached,
+                load_bound_s=LOAD_FACTOR * cached / raw_bytes_per_s + step_s,
+                decode_step_s=step_s,
+                equal=samples.equal,
+                equal_cold=samples.equal_cold,
+                samples={tier: len(found) for tier, found in samples.warm.items()},
+            )
+
+
+def _parts(killed_at: float, marks: list[Mark], answer: Answer) -> dict[str, float]:
+    """What the time from a kill to the first token went into, in order."""
+    parts = {"process start and imports": marks[0].at - killed_at}
+    for mark, following in pairwise(marks):
+        parts[mark.doing] = parts.get(mark.doing, 0.0) + following.at - mark.at
+    parts["being asked"] = answer.first_token_at - answer.ttft_s - marks[-1].at
+    parts["first token"] = answer.ttft_s
+    return parts
+
+
+def _used_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
