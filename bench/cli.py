@@ -12,7 +12,7 @@ import typer
 from bench import engine_commands
 from bench import lookup as lookup_bench
 from bench import store as store_bench
-from bench.copy_commands import copy
+from bench.copy_commands import copy, interference
 from bench.output import FolderOption, JsonOption, SaveOption, ShortOption, checked, finish, progress
 from bench.report import Figure
 
@@ -20,6 +20,7 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
 app.command()(copy)
+app.command()(interference)
 app.command()(engine_commands.ttft)
 app.command()(engine_commands.decode)
 app.command()(engine_commands.prefill)

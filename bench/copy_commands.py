@@ -11,11 +11,21 @@ from rich.console import Console
 
 from bench import copy as copy_bench
 from bench import copy_tune
+from bench import interference as interference_bench
 from bench.machine import document
-from bench.output import JsonOption, OutOption, SaveOption, ShortOption, finish, progress
+from bench.output import (
+    DeviceOption,
+    JsonOption,
+    ModelOption,
+    OutOption,
+    SaveOption,
+    ShortOption,
+    finish,
+    progress,
+)
 from bench.report import write_result
 
-__all__ = ["copy"]
+__all__ = ["copy", "interference"]
 
 
 def copy(
@@ -44,3 +54,22 @@ def copy(
             Console(width=140).print(copy_tune.table(cells, way))
     if out is not None:
         write_result(out.stem, document(tried), out.parent)
+
+
+def interference(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    device: DeviceOption = "auto",
+    model: ModelOption = None,
+    decode: Annotated[
+        str, typer.Option("--decode", help="`engine`, or `graph`: what a step reads, without the engine.")
+    ] = "engine",
+) -> None:
+    """How much decode slows down while blocks are copied to DRAM without a pause, by size of slot."""
+    plan = interference_bench.plan_for(device, short=short)
+    with progress() as say:
+        result = asdict(interference_bench.measure(plan, say, device=device, model=model, decode=decode))
+    finish("interference", result, interference_bench.figures, as_json=as_json, save=save, out=out)

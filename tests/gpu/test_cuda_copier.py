@@ -131,7 +131,7 @@ def test_both_directions_at_once(rig: GpuRig) -> None:
 
 @BOTH
 def test_what_is_under_way_stays_bounded(direction: Direction) -> None:
-    limits = CopyLimits(portion_bytes=4 * MIB, flight_bytes=16 * MIB, flight_portions=4)
+    limits = CopyLimits(portion_bytes=4 * MIB, flight_bytes=16 * MIB, flight_portions=4, run_bytes=4 * MIB)
     with gpu_rig(limits=limits) as rig:
         blocks = random_blocks(256, 1 * MIB)
         source, target = sides(rig, direction, blocks)
@@ -239,7 +239,8 @@ with gpu_rig(limits=CopyLimits()) as rig:
 @pytest.mark.parametrize("fault", ["", "copy.issued:kill", "copy.done:kill"])
 def test_a_kill_between_launch_and_completion_says_nothing(fault: str) -> None:
     """A store learns of a copy by `done` alone: a process that dies after the launch has announced nothing."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT_VARIABLE: fault}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": path, FAULT_VARIABLE: fault}
     ended = subprocess.run(
         [sys.executable, "-c", VICTIM], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=90
     )
