@@ -31,7 +31,14 @@ def clear(state: StoreState, namespace: int | None) -> ClearResult:
             if len(slots):
                 state.drop_copies(tier, slots, MissCause.CLEARED)
     state.counters["cleared"] += len(gone)
-    return ClearResult(removed=len(gone), kept=int(busy.sum()))
+    return ClearResult(removed=len(gone), kept=int(busy.sum()), digests=_digests(state, namespace))
+
+
+def _digests(state: StoreState, namespace: int | None) -> tuple[bytes, ...]:
+    if namespace is None or namespace >= state.columns.shape.max_namespaces:
+        return ()
+    digest = state.namespaces.digests16(np.array([namespace], dtype=np.uint32)).tobytes()
+    return (digest,) if any(digest) else ()
 
 
 def _held(state: StoreState, tier: Tier, slots: U32) -> np.typing.NDArray[np.bool_]:

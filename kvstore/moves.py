@@ -226,6 +226,9 @@ class ClearResult:
 
     removed: int
     kept: int  # held or being filled
+    digests: tuple[
+        bytes, ...
+    ]  # of its namespace, the first half; empty where all were cleared, or there is no such
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

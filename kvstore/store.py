@@ -505,12 +505,6 @@ class Store:
         """Removes every block of a namespace (None: of all) that nobody holds."""
         return clearing.clear(self._state, namespace)
 
-    def namespace_digest(self, namespace: int) -> bytes:
-        """First 16 bytes of a namespace's digest, as storage knows it; zeros for one that does not exist."""
-        if namespace >= self._state.columns.shape.max_namespaces:
-            return bytes(16)
-        return self._state.namespaces.digests16(np.array([namespace], dtype=np.uint32)).tobytes()
-
     def explain(self, *, namespace: int, hashes: U64) -> Explanation:
         """Why a chain is no hit from some block on. Raises: InvalidArgument."""
         self._check_blocks(hashes)

@@ -53,8 +53,7 @@ class Admin:
         now_ms = self._owner.now_ms()
         result = self._store.clear(None if every else self._namespace(request.namespace))
         self._owner.settle_soon()
-        digest = EVERY_NAMESPACE if every else self._store.namespace_digest(request.namespace)
-        if every or any(digest):
+        for digest in (EVERY_NAMESPACE,) if every else result.digests:
             await self._movers.note_cleared(digest, now_ms)
         return pb.ClearReply(removed_blocks=result.removed, kept_blocks=result.kept)
 
