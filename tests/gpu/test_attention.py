@@ -23,7 +23,7 @@ from tests.gpu.paged import LAYER, Paged, attention, error, make_batch, make_pag
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LIMIT = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
+LIMIT = {BF16: 1e-2, FP16: 2e-3, FP32: 3e-5}
 
 
 def poisoned(query: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.attention.device_batch import DeviceBatch, to_device
 from engine_adapter.engine.attention.paged_kernel import attend
-from engine_adapter.engine.attention.rope_write import rope_and_write, write
+from engine_adapter.engine.attention.paged_writer import PagedWriter
+from engine_adapter.engine.attention.rope_write import rope_and_write
 from engine_adapter.engine.attention.tuning import KernelConfig, decode_config, prefill_config
 from engine_adapter.engine.attention.work_plan import ANY_ROWS, MANY_ROWS, ONE_ROW, RowRange, WorkPlan
 from kvstore.errors import ConfigError
@@ -183,56 +184,19 @@ class TritonAttention:
         return self._prefill[config, target]
 
 
-class TritonStep:
-    """Attention of one pass; besides the contract, `rope_and_write` does in one kernel what comes before `attend`."""
+class TritonStep(PagedWriter):
+    """Attention of one pass, its writing included."""
 
     def __init__(
         self, pool: Tensor, metadata: DeviceBatch, plans: tuple[WorkPlan, ...], has_padding: bool
     ) -> None:
-        self._pool = pool
-        self._metadata = metadata
+        super().__init__(pool, metadata)
         self._plans = plans
         self._new_out = torch.zeros_like if has_padding else torch.empty_like
-
-    def rope_and_write(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        query_norm: Tensor | None = None,
-        key_norm: Tensor | None = None,
-        norm_eps: float = 1e-6,
-    ) -> None:
-        """Rotate `query` in place and write `key`, rotated, and `value`: see `rope_write.rope_and_write`."""
-        m = self._metadata
-        rope_and_write(
-            query,
-            key,
-            value,
-            cos,
-            sin,
-            self._pool[:, layer],
-            m.block_tables,
-            m.seq_of_row,
-            m.positions,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            norm_eps=norm_eps,
-        )
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """See StepAttention."""
-        m = self._metadata
-        write(key, value, self._pool[:, layer], m.block_tables, m.seq_of_row, m.positions)
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """See StepAttention."""
         out: Tensor = self._new_out(query, memory_format=torch.contiguous_format)
-        m = self._metadata
         for plan in self._plans:
-            attend(query, self._pool[:, layer], m.block_tables, out, plan)
+            attend(query, self._pool[:, layer], self._metadata.block_tables, out, plan)
         return out
