@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.errors import AlreadyExists, InvalidArgument, NotFound
+from kvstore.errors import AlreadyExists, InvalidArgument
 
 __all__ = ["listening", "make_own_folder"]
 
@@ -22,10 +22,10 @@ _PROBE_TIMEOUT_S = 1.0
 def listening(path: Path) -> Iterator[socket.socket]:
     """A listening socket at `path`, 0600; its file goes at the end. One that nobody serves any more is replaced.
 
-    Raises NotFound where the folder is missing, AlreadyExists where somebody listens, or the file is no socket.
+    Raises InvalidArgument where the folder is missing, AlreadyExists where somebody listens, or the file is no socket.
     """
     if not path.parent.is_dir():
-        raise NotFound(f"the folder {path.parent} for the worker's socket does not exist")
+        raise InvalidArgument(f"the folder {path.parent} for the worker's socket does not exist")
     if path.exists() or path.is_symlink():
         _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -31,7 +31,7 @@ from engine_adapter.cli.generate import read_prompt
 from engine_adapter.cli.processes import Household
 from engine_adapter.engine.source import find_model
 from engine_adapter.fingerprint import model_geometry
-from kvstore.errors import ConfigError, KvstoreError, NotFound
+from kvstore.errors import ConfigError, InvalidArgument, KvstoreError
 from kvstore.units import parse_size
 
 __all__ = ["demo"]
@@ -72,7 +72,11 @@ def demo(
     prompt = _shipped_prompt() if prompt_file is None else read_prompt(None, prompt_file)
     slot_bytes = model_geometry(find_model(model), block_tokens=block_tokens, dtype="float32").slot_bytes
     model_path = model if not Path(model).exists() else str(Path(model).resolve())
-    with _folder(None) as folder, _folder(directory) as slabs, _household() as household:
+    with (
+        _folder(None) as folder,
+        _folder(directory) as slabs,
+        _household(folder, slabs) as household,
+    ):
         options = DemoOptions(
             folder=folder,
             slabs=slabs,
@@ -111,7 +115,7 @@ def _size(flag: str, text: str) -> int:
 def _folder(parent: Path | None) -> Iterator[Path]:
     """A temporary folder of the demo's own, gone at the end."""
     if parent is not None and not parent.is_dir():
-        raise NotFound(f"--dir {parent}: no such folder; make it first")
+        raise InvalidArgument(f"--dir {parent}: no such folder; make it first")
     folder = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=parent)).resolve()
     try:
         yield folder
@@ -120,15 +124,19 @@ def _folder(parent: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _household() -> Iterator[Household]:
-    """Our processes; whatever ends the demo, SIGTERM too, ends them."""
+def _household(*folders: Path) -> Iterator[Household]:
+    """Our processes; whatever ends the demo, SIGKILL too, ends them and removes the folders."""
     household = Household()
+    household.watch(folders)
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield household
     finally:
-        household.kill_everything()
-        signal.signal(signal.SIGTERM, before)
+        try:
+            household.kill_everything()
+        finally:
+            household.dismiss()
+            signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(number: int, _frame: object) -> NoReturn:

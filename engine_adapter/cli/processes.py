@@ -1,5 +1,7 @@
 """Processes that a command starts, kills on purpose and cleans up: nothing outlives it, nobody else's is touched.
 
+While the command lives it cleans up itself; when it is killed, its watcher does (`engine_adapter.cli.watcher`).
+
 `Household` makes this process the reaper of everything below it, so a daemon whose keeper was killed, or a mover whose
 daemon was, is still found as a descendant. Only descendants are ever signalled, through pidfds, so that a pid that was
 given to another process in between is never hit.
@@ -10,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from engine_adapter.cli.watcher import MARK
 from kvstore.errors import DeadlineExceeded, KvstoreError, Unavailable
 
 __all__ = ["Child", "Household"]
@@ -94,20 +99,48 @@ class Household:
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise KvstoreError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
         self._children: list[Child] = []
+        self._mark = secrets.token_hex(8)
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._leash = -1
+        """Our end of the watcher's pipe; no child has it, so it is closed when this process ends in whatever way."""
+
+    def watch(self, folders: Sequence[Path]) -> None:
+        """Has a watcher end our processes and remove these folders, should this process be killed. Call it first."""
+        theirs, self._leash = os.pipe()
+        command = [sys.executable, "-m", "engine_adapter.cli.watcher", str(theirs), self._mark]
+        try:
+            self._watcher = subprocess.Popen(
+                [*command, *map(str, folders)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+
+    def dismiss(self) -> None:
+        """Ends the watcher, which removes the folders that are still there."""
+        if self._watcher is not None:
+            os.close(self._leash)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watcher.wait(_KILL_TIMEOUT_S)
+            self._watcher = None
 
     def start(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Child:
         """Starts a process."""
-        child = Child(name, command, environ, log)
+        child = Child(name, command, {**environ, MARK: self._mark}, log)
         self._children.append(child)
         return child
 
     def descendants(self) -> list[int]:
-        """Pids of all processes below this one, parents before children. O(processes of the machine)."""
+        """Pids of what is below this process but the watcher, parents before children. O(processes of the machine)."""
         below: dict[int, list[int]] = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit() and (parent := _live_parent(int(entry))) is not None:
                 below.setdefault(parent, []).append(int(entry))
-        found = list(below.get(os.getpid(), []))
+        watcher = None if self._watcher is None else self._watcher.pid
+        found = [pid for pid in below.get(os.getpid(), []) if pid != watcher]
         for pid in found:
             found += below.get(pid, [])
         return found
@@ -154,6 +187,8 @@ class Household:
             child.close()
             self._children.remove(child)
         own = {child.pid for child in self._children}
+        if self._watcher is not None:
+            own.add(self._watcher.pid)
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) not in own and _parent(int(entry)) == os.getpid():
                 with contextlib.suppress(ChildProcessError):

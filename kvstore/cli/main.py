@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -26,6 +26,7 @@ from kvstore.errors import KvstoreError, MissingExtra
 __all__ = ["main"]
 
 _COMMANDS = "kvstore.commands"
+_INTERRUPTED = 130  # 128 + SIGINT, as the shell shows it
 
 # Which extra brings a module that a command may miss.
 _EXTRAS = {
@@ -53,13 +54,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = _missing(error) if isinstance(error, ModuleNotFoundError) else error
         print(f"kvstore: {_one_line(known)}", file=sys.stderr)
         sys.exit(known.exit_code)
-    except KeyboardInterrupt:
-        print("kvstore: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt:  # before typer runs: a command's imports take seconds
+        _interrupted()
+    except SystemExit as done:
+        if done.code != _INTERRUPTED:
+            raise
+        _interrupted()  # typer has made it of a KeyboardInterrupt, without a word
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone. Python flushes stdout at exit: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _interrupted() -> NoReturn:
+    print("kvstore: interrupted", file=sys.stderr)
+    sys.exit(_INTERRUPTED)
 
 
 def _build(arguments: Sequence[str]) -> typer.Typer:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,9 +101,28 @@ def test_bad_input_is_one_clear_line(
     model_folder: Path, scratch: Path, arguments: list[str], problem: str
 ) -> None:
     done = demo(scratch, *(["--model", str(model_folder)] if "--model" not in arguments else []), *arguments)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
     assert problem in done.stderr
+
+
+def test_a_killed_demo_leaves_nothing_behind(model_folder: Path, tmp_path: Path, scratch: Path) -> None:
+    """After kill -9 of the demo its keeper, daemon, mover and worker went on, and its folders stayed."""
+    arguments = command("--model", str(model_folder), "--dir", str(tmp_path), *SIZES)
+    with subprocess.Popen(
+        arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environ(scratch)
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("starting a worker"):
+                assert len(left_behind(scratch)) > 3
+                process.kill()
+                break
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+    deadline_s = time.monotonic() + 30
+    while left_behind(scratch) or list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline_s, left_behind(scratch)
+        time.sleep(0.05)
 
 
 def test_a_terminated_demo_leaves_nothing_behind(model_folder: Path, tmp_path: Path, scratch: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 SETUP = """
@@ -101,6 +102,52 @@ def test_waiting_for_a_line_has_an_end_and_shows_the_log(tmp_path: Path) -> None
             assert "what is wrong" in str(error), error
         household.terminate(silent, 10)
         assert household.descendants() == []
+        """,
+        tmp_path,
+    )
+
+
+def test_what_a_killed_command_started_ends_with_it(tmp_path: Path) -> None:
+    """A command that was killed could clean up nothing: what it had started, and what that had started, went on."""
+    code = """
+    household.watch([Path(sys.argv[1]) / "own"])
+    (Path(sys.argv[1]) / "own").mkdir()
+    child = start(
+        "import subprocess, sys, time;"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True);"
+        "print('up', flush=True); time.sleep(100)"
+    )
+    assert child.read_line(20) == "up"
+    until(lambda: len(household.descendants()) == 2)
+    print(*household.descendants(), flush=True)
+    os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + textwrap.dedent(code), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    deadline_s = time.monotonic() + 20
+    while (tmp_path / "own").exists() or any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_dismissed_watcher_has_gone(tmp_path: Path) -> None:
+    run(
+        """
+        household.watch([])
+        assert household.descendants() == []
+        watcher = household._watcher
+        household.kill_everything()
+        assert watcher.poll() is None, "it outlives what is killed on purpose"
+        household.dismiss()
+        assert watcher.poll() == 0
         """,
         tmp_path,
     )

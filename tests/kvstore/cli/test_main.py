@@ -117,6 +117,23 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert stopped.value.code == 130
 
 
+@pytest.mark.parametrize("where", ["command", "import"])
+def test_an_interrupt_says_so(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ended every command without a word: the line for it stood where no interrupt came."""
+    text = (
+        "def extra() -> None:\n    raise KeyboardInterrupt\n"
+        if where == "command"
+        else "raise KeyboardInterrupt\n"
+    )
+    register(monkeypatch, tmp_path, f'"""Extra."""\n{text}')
+    with pytest.raises(SystemExit) as stopped:
+        program.main(["extra"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "kvstore: interrupted\n"
+
+
 def test_config_as_toml_gives_itself(tmp_path: Path) -> None:
     environ = {
         "KVSTORE_NVME": "/a:100G,/b:1GiB",
