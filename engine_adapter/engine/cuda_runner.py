@@ -59,13 +59,17 @@ class CudaRunner:
         self._passes = passes
         self._queue = queue
         self._device = torch.device(settings.device)
-        self._buffers = StepBuffers(
-            queue, self._device, max_running=settings.max_running, max_pages=max_pages, depth=settings.overlap
-        )
         self._sizes = graph_sizes(settings.max_running)
-        self._logits = torch.zeros(
-            (settings.max_running, model.config.vocab_size), dtype=torch.float32, device=self._device
-        )
+        shape = (settings.max_running, model.config.vocab_size)
+        with queue.current():  # so that what fills them stands before the first step
+            self._buffers = StepBuffers(
+                queue,
+                self._device,
+                max_running=settings.max_running,
+                max_pages=max_pages,
+                depth=settings.overlap,
+            )
+            self._logits = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._chosen_by: dict[Request, int] = {}  # of the last launch: where in `chosen` a request's token is
 

@@ -1,0 +1,43 @@
+"""Workers on a GPU over a real service: what survives them in HBM, and what they leave unsealed."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("lmdb", reason="the service's disk index needs it, whether or not there is a disk")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.engine_adapter.test_launch_kills import (  # noqa: E402
+    CHUNK,
+    PROMPT,
+    ask,
+    die_after_a_launch,
+    service,
+    short_folder,
+    worker,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+
+
+def test_blocks_in_hbm_outlive_their_worker() -> None:
+    """Killed with -9 and started again, it serves the prompt from the same memory, with the same answer."""
+    with short_folder() as folder, service(folder) as store:
+        with worker(folder, store, DEVICE) as path:
+            cold = ask(path)
+            assert cold.cached_tokens == 0
+            warm = ask(path)
+        with worker(folder, store, DEVICE) as path:
+            after = ask(path)
+    cached = (len(PROMPT) - 1) // 32 * 32
+    assert warm.cached_by_tier == after.cached_by_tier == {"hbm": cached}
+    assert after.token_ids == warm.token_ids
+
+
+def test_what_a_launched_step_wrote_is_sealed_only_when_it_has_ended() -> None:
+    """With one step in flight: the third is launched, the second may still run, the first has ended."""
+    found = die_after_a_launch(DEVICE, launch=3)
+    assert found.cached_by_tier == {"hbm": (CHUNK + 8) // 32 * 32}
