@@ -20,34 +20,28 @@ from kvstore.client import Namespace, PendingGrant, Session, SlotRun
 from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
 from kvstore.moves import Outcome
 
-__all__ = ["Adoption", "orphan_chains"]
+__all__ = ["Adoption", "orphan_leaves"]
 
 U32 = NDArray[np.uint32]
 
 
-def orphan_chains(columns: Columns, namespace: int, device: int) -> list[U32]:
-    """Rows of each chain, from its root on, that ends in a block which only this device's HBM has and nobody holds.
+def orphan_leaves(columns: Columns, namespace: int, device: int) -> U32:
+    """Rows of the last blocks of chains that only this device's HBM has and nobody holds.
 
-    Ordered by last use, oldest first; a chain that another one contains is left out, and so is one whose root is gone.
-    O(HBM slots + blocks of the chains).
+    The least recently used first, so that their order stays what it was. O(HBM slots).
     """
     rows = _orphans(columns, namespace, device)
     parents = columns.parent[rows]
     leaves = rows[~np.isin(rows, parents[parents != NONE])]
-    chains = []
-    for leaf in leaves[np.argsort(columns.touch[leaves], kind="stable")].tolist():
-        chain = _to_root(columns, leaf)
-        if chain is not None:
-            chains.append(np.array(chain[::-1], dtype=np.uint32))
-    return chains
+    ordered: U32 = leaves[np.argsort(columns.touch[leaves], kind="stable")]
+    return ordered
 
 
 def _orphans(columns: Columns, namespace: int, device: int) -> U32:
     pool = columns.pool(Tier.HBM)
-    slots = np.flatnonzero(
-        (states(pool.state) == SlotState.SEALED) & (pool.holders == 0) & (pool.row != NONE)
-    )
-    rows = pool.row[slots]
+    slots = np.flatnonzero((states(pool.state) == SlotState.SEALED) & (pool.holders == 0))
+    rows = pool.row[slots]  # read once: the daemon goes on writing
+    slots, rows = slots[rows != NONE], rows[rows != NONE]
     alone = (columns.hbm[device, rows] == slots) & (columns.namespace[rows] == namespace)
     found: U32 = rows[alone & _unsaved(columns, rows)]
     return found
@@ -63,15 +57,18 @@ def _unsaved(columns: Columns, rows: U32) -> NDArray[np.bool_]:
     return unsaved
 
 
-def _to_root(columns: Columns, leaf: int) -> list[int] | None:
-    """Rows from a leaf up; None where an ancestor is missing. Tables may change meanwhile: depths must count down."""
+def _chain_to(columns: Columns, leaf: int) -> U32 | None:
+    """Rows from the root to a leaf; None where an ancestor is missing. O(depth).
+
+    The tables may change meanwhile, so depths must count down.
+    """
     chain = [leaf]
     for depth in range(int(columns.depth[leaf]) - 1, -1, -1):
         row = int(columns.parent[chain[-1]])
         if row == NONE or int(columns.depth[row]) != depth:
             return None
         chain.append(row)
-    return chain
+    return np.array(chain[::-1], dtype=np.uint32)
 
 
 class Adoption:
@@ -86,12 +83,12 @@ class Adoption:
         self._write_through = write_through
         self._lease = lease
         self._grant: PendingGrant | None = None
+        self._columns = session.tables.tables.columns
         device = session.device
-        columns = session.tables.tables.columns
-        chains = [] if device is None else orphan_chains(columns, namespace.handle, device.index)
-        self._hashes = deque(
-            columns.hash[chain] for chain in chains if len(chain) <= session.max_message_blocks
+        leaves = (
+            () if device is None else orphan_leaves(self._columns, namespace.handle, device.index).tolist()
         )
+        self._leaves = deque(leaves)
         self.adopted_blocks = 0
 
     def poll(self) -> None:
@@ -99,18 +96,24 @@ class Adoption:
         if self._grant is not None and self._grant.done():
             self._take(self._grant)
             self._grant = None
-        if self._grant is None and self._hashes and not self._write_through.backlog_blocks:
-            self._ask(self._hashes.popleft())
+        if self._grant is None and self._leaves and not self._write_through.backlog_blocks:
+            self._ask(self._leaves.popleft())
 
-    def _ask(self, hashes: NDArray[np.uint64]) -> None:
-        """Leases a chain from its first block that is not saved yet on."""
-        tables = self._session.tables.tables
-        rows = tables.index.locate(hashes)
-        known = rows != NONE
-        unsaved = np.flatnonzero(known & _unsaved(tables.columns, np.where(known, rows, 0)))
+    def _ask(self, leaf: int) -> None:
+        """Leases the chain that ends in a leaf, from its first block that is not saved yet on."""
+        columns = self._session.tables.tables.columns
+        if (
+            columns is not self._columns
+        ):  # another session has taken the place: nothing of the old tables is left
+            self._leaves.clear()
+            return
+        chain = _chain_to(columns, leaf)
+        if chain is None or len(chain) > self._session.max_message_blocks:
+            return
+        unsaved = np.flatnonzero(_unsaved(columns, chain))
         if len(unsaved):
             self._grant = self._session.acquire(
-                self._namespace, self._lease, hashes[: unsaved[-1] + 1], first=int(unsaved[0])
+                self._namespace, self._lease, columns.hash[chain], first=int(unsaved[0])
             )
 
     def _take(self, grant: PendingGrant) -> None:
@@ -119,7 +122,9 @@ class Adoption:
             granted = grant.result(0)
             columns = self._session.tables.tables.columns
             slots = granted.hbm_slots[granted.outcomes == Outcome.HIT_HBM]
-            slots = slots[_unsaved(columns, columns.pool(Tier.HBM).row[slots])]
+            rows = columns.pool(Tier.HBM).row[slots]
+            slots, rows = slots[rows != NONE], rows[rows != NONE]
+            slots = slots[_unsaved(columns, rows)]
             generations = self._session.generations_of(Tier.HBM, slots)
             self._write_through.adopt(SlotRun(slots=slots, generations=generations))
             self.adopted_blocks += len(slots)

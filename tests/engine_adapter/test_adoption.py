@@ -82,6 +82,19 @@ def test_only_the_end_of_a_chain_that_is_saved_is_copied(service: Service) -> No
     assert stores(service) == BLOCKS
 
 
+def test_conversations_of_one_system_prompt_are_all_saved(service: Service) -> None:
+    system = [7, *range(4 * B - 1)]
+    prompts = [[*system, 100 + number, *range(3 * B - 1)] for number in range(6)]
+    leave_orphans(service, prompts)
+    blocks = 4 + 6 * 3
+    with attached(service.socket, "second") as engine:
+        wait_for("the copies", lambda: adopted(service, engine, blocks))
+        engine.settle()
+        assert engine.blocks.adoption.adopted_blocks == blocks, "the common part is copied once"
+        engine.await_nothing_used()
+    assert stores(service) == blocks
+
+
 def test_what_is_saved_or_in_use_is_left_alone(service: Service) -> None:
     with attached(service.socket, "saved") as engine:
         engine.run("cold", [1, *range(BLOCKS * B)])
