@@ -54,7 +54,7 @@ class _Load:
 
     sources: SlotRun
     targets: SlotRun
-    submitted: bool = False
+    batch: CopyBatch | None = None  # once the copier has taken it
     loaded: bool = False  # set by the copier's thread
 
 
@@ -266,8 +266,9 @@ class KvstoreBlockManager:
 
     def _finish_load(self, entry: _Request) -> None:
         load = entry.load
-        if load is not None and not load.submitted:
-            load.submitted = self._copier.submit(self._batch(load))
+        if load is not None and load.batch is None:
+            batch = self._batch(load)
+            load.batch = batch if self._copier.submit(batch) else None
         if load is not None and not load.loaded:
             return
         entry.load = None
@@ -345,8 +346,8 @@ class KvstoreBlockManager:
             self._num_admitted -= 1
         else:
             self._session.cancel(entry.lease)
-        if entry.load is not None and not entry.load.submitted:
-            load = entry.load
+        load = entry.load
+        if load is not None and (load.batch is None or self._copier.cancel(load.batch)):
             self._session.stage(dropped_hbm=load.targets.slots, dropped_dram=load.sources.slots)
         self._session.stage(dropped_hbm=entry.slots)
 

@@ -192,12 +192,14 @@ class HeldCopier(TwinCopier):
         self.go = threading.Event()
         self.go.set()
         self.submitted = 0
+        self.began = threading.Event()
 
     def submit(self, batch: CopyBatch) -> bool:
         self.submitted += 1
         return super().submit(batch)
 
     def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:  # type: ignore[override]
+        self.began.set()
         assert self.go.wait(20)
         TwinCopier._copy(batch, begin, end)
 
@@ -241,6 +243,37 @@ def test_an_abort_at_any_moment_leaks_nothing(tmp_path: Path, state: str) -> Non
             assert service.faults() == []
 
 
+def test_a_load_that_waits_behind_another_is_taken_back_by_an_abort(tmp_path: Path) -> None:
+    """Blocks of aborted requests were still copied, in front of those that somebody waited for."""
+    with started(small_config(tmp_path)) as service:
+        first, second = prompt(6 * B + 1), [token + 1 for token in prompt(6 * B + 1)]
+        with attached(service.socket, "before") as engine:
+            engine.run("first", first)
+            engine.run("second", second)
+            engine.settle()
+        service.call("ReleaseDevice", pb.ReleaseDeviceRequest(device=0), service="admin")
+        copier = HeldCopier()
+        with attached(service.socket, "after", copier=copier) as engine:
+            copier.go.clear()
+            requests = []
+            for name, tokens in (("a", first), ("b", second)):
+                request = engine.enqueue(name, tokens)
+                requests.append(request)
+                expected = len(requests)
+                wait_for(
+                    name, lambda r=request, n=expected: engine.try_admit(r) is None and copier.submitted == n
+                )
+            engine.release(requests[1])
+            copier.go.set()
+            assert engine.admit(requests[0]).cached_tokens == 6 * B
+            engine.release(requests[0])
+            engine.await_nothing_used()
+            assert copier.stats().loaded_blocks == 6, "the blocks of the aborted one were not copied"
+            assert engine.run("again", second).cached_tokens == 6 * B
+            engine.await_nothing_used()
+            assert service.faults() == []
+
+
 def test_a_page_that_is_being_loaded_is_not_given_away(tmp_path: Path) -> None:
     """The target of a load was freed by an abort and reused; the copy then wrote into the next request's block."""
     with started(small_config(tmp_path)) as service:
@@ -253,7 +286,7 @@ def test_a_page_that_is_being_loaded_is_not_given_away(tmp_path: Path) -> None:
         with attached(service.socket, "after", pages=32, copier=copier) as engine:
             copier.go.clear()
             request = engine.enqueue("r", tokens)
-            wait_for("the load", lambda: engine.try_admit(request) is None and copier.submitted)
+            wait_for("the load", lambda: engine.try_admit(request) is None and copier.began.is_set())
             engine.release(request)
             other = engine.enqueue("other", prompt(14 * B + 1))
             engine.admit(other)

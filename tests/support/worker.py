@@ -88,6 +88,9 @@ class CheckingCopier:
                     say("wrong", where="dram", head=page[:32].tobytes().hex())
         return self._inner.submit(batch)
 
+    def cancel(self, batch: CopyBatch) -> bool:
+        return self._inner.cancel(batch)
+
     def close(self, timeout_s: float) -> None:
         self._inner.close(timeout_s)
 
