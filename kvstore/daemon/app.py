@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import ServeConfig
@@ -35,7 +35,7 @@ from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.sockets import Sockets
 from kvstore.daemon.stream import SessionStreams
 from kvstore.daemon.unary import Unary
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KvstoreError
 from kvstore.keeper import KEEPER_PID
 from kvstore.layout import Tier
 from kvstore.units import format_count, format_size
@@ -69,6 +69,7 @@ class Daemon:
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._signals = 0
+        self._abandon: Callable[[float], Awaitable[None]] | None = None
         self.ready = False
         """Whether it has served: an error before that is one of the configuration or of the machine."""
 
@@ -80,7 +81,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
         sockets = Sockets(self._config)
         try:
-            await self._start(sockets)
+            await self._start_or_leave(sockets)
             await asyncio.wait(
                 (asyncio.ensure_future(self._stop.wait()), self._fault), return_when=asyncio.FIRST_COMPLETED
             )
@@ -92,6 +93,16 @@ class Daemon:
         self._notifier.close()
 
     # ------------------------------------------------------------ start
+
+    async def _start_or_leave(self, sockets: Sockets) -> None:
+        try:
+            await self._start(sockets)
+        except KvstoreError:
+            if self._abandon is not None and not self._inherited:
+                for task in tuple(self._tasks):
+                    task.cancel()
+                await self._abandon(_CLOSE_S)
+            raise
 
     async def _start(self, sockets: Sockets) -> None:
         secret = await self._secret()
@@ -143,6 +154,7 @@ class Daemon:
             secret=secret,
             inherited=self._inherited,
         )
+        self._abandon = self._movers.abandon
         unary = Unary(
             owner=self._owner,
             sessions=self._sessions,

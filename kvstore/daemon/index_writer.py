@@ -76,6 +76,12 @@ class IndexWriter:
             await asyncio.shield(self._task)
         await asyncio.to_thread(self._opened.close)
 
+    async def abandon(self) -> None:
+        """As `close`, for a start that failed."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        await asyncio.to_thread(self._opened.abandon)
+
     async def _commit(self) -> None:
         """One round, then a pause so that more can gather. A batch that fails is tried again before later ones."""
         topic = f"index-{self._number}"

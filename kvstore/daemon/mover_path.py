@@ -138,6 +138,12 @@ class MoverPath:
         """Whether there is a mover that takes work."""
         return self._working() is not None
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is in service, and its disk has not kept it waiting for long."""
+        link = self._working()
+        return link is not None and link.stalled_s() <= _STALL_WARN_S
+
     def _working(self) -> MoverLink | None:
         """The mover that takes work; None while there is none, it is only starting, or it is dying."""
         link = self._link
@@ -213,6 +219,18 @@ class MoverPath:
             self._link.stop()
             self._link = None
         await self.index.close()
+
+    async def abandon(self) -> None:
+        """As `close`, for a start that failed: a directory that was new is left as it was found."""
+        link, self._link = self._link, None
+        if link is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(link.fileno())
+            loop.remove_writer(link.fileno())
+            link.kill()
+            if await asyncio.to_thread(link.reap, _REAP_S) is None:  # it may still write to the directory
+                return
+        await self.index.abandon()
 
     # ------------------------------------------------------------ work out
 

@@ -249,14 +249,17 @@ class Movers:
         while loop.time() < until_s and (
             (now := self._owner.store.left_of(wanted).coming) or not self._all_open
         ):
-            if now < left or self._all_open:
+            if now < left or self._all_answer:
                 left, moved_s = now, loop.time()
             if loop.time() - moved_s >= patience_s:
                 break
             self._owner.settle_soon()
             await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
         syncs = [asyncio.ensure_future(path.make_durable()) for path in self._paths.values()]
-        done, late = await asyncio.wait(syncs, timeout=max(0.0, until_s - loop.time())) if syncs else ((), ())
+        rest_s = max(0.0, until_s - loop.time())
+        if not self._all_answer:
+            rest_s = min(rest_s, patience_s)
+        done, late = await asyncio.wait(syncs, timeout=rest_s) if syncs else ((), ())
         left = self._owner.store.left_of(wanted).missing
         if late or not self._all_open or any(sync.exception() is not None for sync in done):
             left = max(1, left)  # which ones is not known: at least something is not certain
@@ -267,6 +270,11 @@ class Movers:
         """Whether every configured path is in service: else what its index says is not known."""
         serving = sum(path.in_service for path in self._paths.values())
         return serving == len(self._owner.config.nvme)
+
+    @property
+    def _all_answer(self) -> bool:
+        """Whether every configured path is in service and none hangs."""
+        return self._all_open and all(path.answers for path in self._paths.values())
 
     def _durable(self) -> int:
         """Blocks that storage has."""
@@ -280,6 +288,12 @@ class Movers:
                 for name in _COUNTED:
                     totals[name] += getattr(path.counts, name)
         return {f"nvme_{name}_total": value for name, value in totals.items()}
+
+    async def abandon(self, deadline_s: float) -> None:
+        """A start has failed: directories that were new are left as they were found."""
+        leaving = [asyncio.ensure_future(path.abandon()) for path in self._paths.values()]
+        if leaving:
+            await asyncio.wait(leaving, timeout=deadline_s)
 
     async def close(self, deadline_s: float) -> None:
         """The daemon ends on purpose: movers finish, indexes are closed."""

@@ -104,6 +104,11 @@ class OpenPath:
         self.index.close()
         self.directory.close()
 
+    def abandon(self) -> None:
+        """Closes them after a start that failed: a directory that was new is left as it was found."""
+        self.index.close()
+        self.directory.abandon()
+
 
 def slab_bytes(path: NvmePath, config: ServeConfig) -> int:
     """Size of a path's slabs: as configured, or more, so that a path has at most 2,048."""

@@ -17,7 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvstore.client import connect
 from kvstore.config import Limits, NvmePath
+from kvstore.errors import ConfigError
 from kvstore.units import GIB, MIB
 from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -83,6 +85,22 @@ def test_a_file_in_the_sockets_place_is_left_alone(place: Path) -> None:
     assert code != 0
     assert "is no socket" in log
     assert Path(config.socket).read_text() == "precious"
+
+
+def test_the_longest_path_of_a_socket_works_for_all_of_its_sockets(place: Path) -> None:
+    """The daemon took paths whose sockets for descriptors or administration nobody could reach."""
+    socket_path = f"{place}/".ljust(101, "s")
+    with started(replace(small_config(place), socket=socket_path, tcp=f"127.0.0.1:{free_port()}")) as service:
+        RawClient(service.socket).begin().close()
+        with grpc.insecure_channel(f"unix:{socket_path}.admin") as channel:
+            admin = kvstore_pb2_grpc.AdminStub(channel)
+            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=5).faults
+    for refused in (
+        lambda: replace(small_config(place), socket=f"{socket_path}s"),
+        lambda: connect(f"{socket_path}s"),
+    ):
+        with pytest.raises(ConfigError, match="the path is 102 bytes, at most 101"):
+            refused()
 
 
 def test_health_and_description(service: Service) -> None:
@@ -177,10 +195,13 @@ def test_a_taken_metrics_port_says_so(place: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        config = replace(small_config(place), metrics_port=taken.getsockname()[1])
+        config = replace(small_config(place, nvme_bytes=64 * MIB), metrics_port=taken.getsockname()[1])
         code, log = outcome(start(config, place / "log"))
     assert code != 0
     assert "metrics_port: cannot listen" in log.splitlines()[-1]
+    assert not (place / "nvme").exists(), (
+        "a start that failed after its disks were opened leaves them as they were"
+    )
 
 
 def test_tcp_serves_and_admin_is_not_there(place: Path) -> None:
