@@ -75,7 +75,7 @@ class CudaQueue:
     """A stream of one device. Graphs share one memory pool: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        """Waits for what torch's default stream has queued: weights are made there, and this stream is not behind it."""
+        """Waits for what torch's default stream has queued: weights are made there, and this one is not behind it."""
         torch.cuda.synchronize(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import pytest
 
 from engine_adapter import fingerprint
 from engine_adapter.engine.settings import EngineSettings
-from engine_adapter.engine.source import find_model
+from engine_adapter.engine.source import find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts, weights_digest
 from kvstore.identity import namespace_digest
 from tests.engine_adapter.engine import tiny
@@ -42,6 +42,40 @@ def test_everything_else_that_changes_kv_changes_the_namespace(tmp_path: Path) -
         digest(rope),
     ]
     assert len(set(digests)) == len(digests)
+
+
+def parts(folder: Path, settings: EngineSettings, dtype: str = "float32") -> dict[str, bytes]:
+    source = find_model(str(folder))
+    return namespace_parts(source, model_geometry(source, block_tokens=32, dtype=dtype), settings)
+
+
+def test_a_gpus_kv_is_not_the_cpus(tmp_path: Path) -> None:
+    folder = tiny.save_folder(tmp_path / "model")
+    cpu, gpu, second = (EngineSettings(device=name) for name in ("cpu", "cuda:0", "cuda:1"))
+    assert parts(folder, cpu)["architecture"] != parts(folder, gpu)["architecture"]
+    assert parts(folder, gpu) == parts(folder, second)
+    exact = [
+        EngineSettings(device="cuda:0", deterministic=True, device_name=name) for name in ("H200", "H100")
+    ]
+    assert parts(folder, exact[0]) != parts(folder, exact[1])
+
+
+def test_models_without_norms_for_heads_keep_the_names_of_their_blocks(tmp_path: Path) -> None:
+    """A new field of the configuration would have orphaned every block on disk."""
+    folder = tiny.save_folder(tmp_path / "model")
+    assert b"qk_norm" not in parts(folder, EngineSettings())["architecture"]
+    qwen = tiny.save_folder(tmp_path / "qwen", {"architectures": ["Qwen3ForCausalLM"]})
+    assert b"qk_norm" in parts(qwen, EngineSettings())["architecture"]
+
+
+def test_random_weights_are_named_by_their_seed_and_where_they_were_drawn() -> None:
+    def digest_of(seed: int, device: str) -> bytes:
+        source = find_shape("llama-tiny", seed)
+        geometry = model_geometry(source, block_tokens=32, dtype="float32")
+        return namespace_digest(namespace_parts(source, geometry, EngineSettings(device=device)))
+
+    assert digest_of(0, "cpu") == digest_of(0, "cpu")
+    assert len({digest_of(0, "cpu"), digest_of(1, "cpu"), digest_of(0, "cuda:0")}) == 3
 
 
 @pytest.mark.parametrize("at", [0, 100_000, 299_999])

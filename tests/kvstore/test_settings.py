@@ -86,6 +86,21 @@ def test_nvme_in_one_text_and_an_empty_variable() -> None:
             "flag: dram: 1MiB is less than one extent (64MiB): give more, or lower dram_extent",
         ),
         ("flags", {"max_sessions": "90"}, "flag: max_sessions: must be from 1 to 48"),
+        (
+            "flags",
+            {"worker.load_format": "random"},
+            "flag: worker.load_format: is auto or dummy",
+        ),
+        (
+            "flags",
+            {"worker.device": "cuda:first"},
+            "flag: worker.device: is auto, cpu, cuda or cuda:N",
+        ),
+        (
+            "flags",
+            {"worker.chunk_tokens": "8"},
+            "flag: worker.chunk_tokens: must be at least block_tokens, or 0",
+        ),
         ("flags", {"max_sessions": "many"}, "flag: max_sessions: 'many' is not a whole number"),
         ("flags", {"dramm": "1GiB"}, "flag: unknown key 'dramm'; did you mean 'dram'?"),
         ("flags", {"tcp": "7440"}, "flag: tcp: '7440' is not host:port, for example 127.0.0.1:7440"),
