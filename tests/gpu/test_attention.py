@@ -1,5 +1,8 @@
-"""The Triton attention kernels on a GPU, against float32 attention written out."""
+"""Attention on a GPU, our Triton kernels above all, against float32 attention written out."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +12,9 @@ if not torch.cuda.is_available():
 
 from torch import Tensor  # noqa: E402
 
+from engine_adapter.engine.attention.base import AttentionBackend  # noqa: E402
+from engine_adapter.engine.attention.tiled import GRID_TOKENS  # noqa: E402
+from engine_adapter.engine.attention.triton_fixed import FixedTritonAttention  # noqa: E402
 from engine_adapter.engine.attention.triton_paged import (  # noqa: E402
     TritonAttention,
     decode,
@@ -130,7 +136,15 @@ def test_decode_in_a_graph_follows_the_contexts() -> None:
             assert error(out[i : i + 1], attention(query[i : i + 1], key[:length], value[:length])) < 1e-2
 
 
-def check_step(paged: Paged, rows: list[tuple[int, int]], num_rows: int, *, heads: int, seed: int) -> None:
+def check_step(
+    paged: Paged,
+    rows: list[tuple[int, int]],
+    num_rows: int,
+    *,
+    heads: int,
+    seed: int,
+    backend: AttentionBackend | None = None,
+) -> None:
     """`write` and `attend` of the contract, with the rows' KV taken out of the pages first."""
     kv_heads, block_tokens, dim = paged.pool.shape[3:]
     dtype = paged.pool.dtype
@@ -146,8 +160,9 @@ def check_step(paged: Paged, rows: list[tuple[int, int]], num_rows: int, *, head
             page = int(paged.tables[i, position // block_tokens])
             paged.pool[page, LAYER, :, :, position % block_tokens] = float("nan")
     before = paged.pool.isnan().sum()
-    attention_ = TritonAttention(paged.pool, heads, max_rows=num_rows, max_sequences=len(rows))
-    step = attention_.plan(make_batch(paged, rows, num_rows))
+    if backend is None:
+        backend = TritonAttention(paged.pool, heads, max_rows=num_rows, max_sequences=len(rows))
+    step = backend.plan(make_batch(paged, rows, num_rows))
     step.write(LAYER, key, value)
     out = step.attend(LAYER, query)
     assert out.isfinite().all()
@@ -184,6 +199,56 @@ def test_one_chunk_of_the_8b_shape(count: int, context: int) -> None:
     )
     prefill(query, paged.pool[:, LAYER], paged.tables, out, plan)
     assert error(out, attention(query, *paged.context(0))) < 1e-2
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_flashinfer(block_tokens: int) -> None:
+    """The optional backend: a mixed batch with padding rows, decodes alone, and chunks alone."""
+    pytest.importorskip("flashinfer", reason="flashinfer is not installed")
+    from engine_adapter.engine.attention.flashinfer_paged import FlashInferAttention
+
+    for contexts, rows, num_rows in (
+        ([300, 1, 1025, 64, 2000], [(0, 200), (200, 201), (205, 206), (206, 270), (280, 283)], 300),
+        ([300, 1, 1025, 64, 2000], [(i, i + 1) for i in range(5)], 5),
+        ([8192, 500], [(0, 2048), (2048, 2148)], 2148),
+    ):
+        paged = make_paged(contexts, kv_heads=8, head_dim=128, block_tokens=block_tokens, dtype=BF16, seed=10)
+        check_step(paged, rows, num_rows, heads=32, seed=11, backend=FlashInferAttention(paged.pool, 32))
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_deterministic_attention_has_the_same_bits_in_any_company(block_tokens: int) -> None:
+    """A row alone, as a decode, in a piece of its tile and in its whole tile, among others or not."""
+    contexts = [1000, 640, 77]
+    paged = make_paged(contexts, kv_heads=8, head_dim=128, block_tokens=block_tokens, dtype=BF16, seed=12)
+    backend = FixedTritonAttention(paged.pool, 32)
+    query = random_query(1000, 32, 128, BF16, 12)
+
+    def run(pieces: list[tuple[int, int, int]]) -> Tensor:
+        """`pieces` are (sequence, first position, end position), each in the rows of its positions on the grid."""
+        batch = make_batch(paged, [(0, 0)] * len(contexts), GRID_TOKENS)
+        sequences = [piece[0] for piece in pieces]
+        rows = [(first % GRID_TOKENS, first % GRID_TOKENS + end - first) for _, first, end in pieces]
+        batch = replace(
+            batch,
+            block_tables=batch.block_tables[sequences],
+            rows=np.array(rows, np.int32),
+            context_lens=np.array([end for _, _, end in pieces], np.int32),
+        )
+        tile = torch.zeros(GRID_TOKENS, 32, 128, dtype=BF16, device="cuda")
+        for (_, first, end), (start, stop) in zip(pieces, rows, strict=True):
+            tile[start:stop] = query[first:end]
+        return backend.plan(batch).attend(LAYER, tile)
+
+    whole = run([(0, 896, 960)])
+    for first, end in [(896, 960), (930, 960), (896, 897), (959, 960), (901, 933)]:
+        part = run([(0, first, end)])
+        assert torch.equal(
+            part[first % 64 : first % 64 + end - first], whole[first % 64 : first % 64 + end - first]
+        )
+    among = run([(0, 930, 935), (1, 590, 600), (2, 76, 77), (1, 600, 610)])
+    assert torch.equal(among[34:39], whole[34:39])
+    assert error(whole, attention(query[896:960], *(x[:960] for x in paged.context(0)))) < 1e-2
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

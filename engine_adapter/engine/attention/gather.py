@@ -21,9 +21,10 @@ class PageWriter:
             rows.append(np.arange(start, end))
             pages.append(batch.block_tables[i, positions // block_tokens].astype(np.int64))
             offsets.append(positions % block_tokens)
-        self._rows = torch.from_numpy(np.concatenate(rows))
-        self._pages = torch.from_numpy(np.concatenate(pages))
-        self._offsets = torch.from_numpy(np.concatenate(offsets))
+        device = pool.device
+        self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._pages = torch.from_numpy(np.concatenate(pages)).to(device)
+        self._offsets = torch.from_numpy(np.concatenate(offsets)).to(device)
         self._all_rows = len(self._rows) == batch.num_rows
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:

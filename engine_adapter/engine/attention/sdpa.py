@@ -1,6 +1,7 @@
 """Attention by gathering a sequence's pages and torch's fused SDPA: the CPU backend and the oracle for the others.
 
-Time of a layer is O(context) copied plus the attention itself; the mask of a sequence is built once a pass.
+It works on any device, slowly on a GPU. Time of a layer is O(context) copied plus the attention itself; the mask of a
+sequence is built once a pass.
 """
 
 import torch
@@ -14,7 +15,7 @@ __all__ = ["SdpaAttention"]
 
 
 class SdpaAttention:
-    """Backend over a pool `[page, layer, K|V, kv_head, token, head_dim]` in host memory."""
+    """Backend over a pool `[page, layer, K|V, kv_head, token, head_dim]`."""
 
     def __init__(self, pool: Tensor) -> None:
         self._pool = pool
@@ -30,13 +31,13 @@ class _SdpaStep:
         self._writer = PageWriter(pool, batch)
         self._scratch = scratch
         block_tokens = pool.shape[4]
-        tables = torch.from_numpy(batch.block_tables).long()
+        tables = torch.from_numpy(batch.block_tables).long().to(pool.device)
         self._sequences = []
         for i, (start, end) in enumerate(batch.rows.tolist()):
             context_len = int(batch.context_lens[i])
             pages = tables[i, : -(-context_len // block_tokens)]
             self._sequences.append(
-                (start, end, context_len, pages, _causal_mask(end - start, context_len, pool.dtype))
+                (start, end, context_len, pages, _causal_mask(end - start, context_len, pool))
             )
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -54,9 +55,9 @@ class _SdpaStep:
         return mixed
 
 
-def _causal_mask(num_rows: int, context_len: int, dtype: torch.dtype) -> Tensor | None:
+def _causal_mask(num_rows: int, context_len: int, like: Tensor) -> Tensor | None:
     """Additive mask `[num_rows, context_len]` for the last `num_rows` tokens of a context; None for a single one."""
     if num_rows == 1:
         return None
-    mask = torch.full((num_rows, context_len), float("-inf"), dtype=dtype)
+    mask = torch.full((num_rows, context_len), float("-inf"), dtype=like.dtype, device=like.device)
     return mask.triu_(diagonal=context_len - num_rows + 1)

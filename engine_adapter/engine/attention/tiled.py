@@ -66,7 +66,7 @@ class _TiledStep:
         self._writer = PageWriter(pool, batch)
         self._scratch = scratch
         block_tokens = pool.shape[4]
-        tables = torch.from_numpy(batch.block_tables).long()
+        tables = torch.from_numpy(batch.block_tables).long().to(pool.device)
         self._sequences = []
         for i, (start, end) in enumerate(batch.rows.tolist()):
             context_len = int(batch.context_lens[i])
@@ -78,7 +78,7 @@ class _TiledStep:
                     base,
                     max(base, start),
                     min(base + GROUP_ROWS, end),
-                    _mask(first + base, padded_len, pool.dtype),
+                    _mask(first + base, padded_len, pool),
                 )
                 for base in range(start // GROUP_ROWS * GROUP_ROWS, end, GROUP_ROWS)
             )
@@ -104,7 +104,7 @@ class _TiledStep:
         return mixed
 
 
-def _mask(first_position: int, padded_len: int, dtype: torch.dtype) -> Tensor:
+def _mask(first_position: int, padded_len: int, like: Tensor) -> Tensor:
     """Additive mask `[GROUP_ROWS, padded_len]` for rows from `first_position` on."""
-    mask = torch.full((GROUP_ROWS, padded_len), float("-inf"), dtype=dtype)
+    mask = torch.full((GROUP_ROWS, padded_len), float("-inf"), dtype=like.dtype, device=like.device)
     return mask.triu_(diagonal=first_position + 1)

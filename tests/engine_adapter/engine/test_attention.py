@@ -1,5 +1,7 @@
 """The contract of attention backends, against the definition written out in double precision."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from engine_adapter.engine.attention.base import AttentionBackend, AttentionBatc
 from engine_adapter.engine.attention.sdpa import SdpaAttention
 from engine_adapter.engine.attention.tiled import GRID_TOKENS, TiledAttention
 from engine_adapter.engine.tiles import cut_tiles
+from tests.engine_adapter.engine.interpreted import needs_interpreter
 from tests.engine_adapter.engine.test_scheduler import Chunk, request
 
 HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 3, 40
@@ -28,15 +31,33 @@ def naive(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("hrc,chd->rhd", weights, value).float()
 
 
+def make_triton(pool: Tensor) -> AttentionBackend:
+    from engine_adapter.engine.attention.triton_paged import TritonAttention
+
+    return TritonAttention(pool, HEADS, max_rows=GRID_TOKENS, max_sequences=3)
+
+
+def make_fixed_triton(pool: Tensor) -> AttentionBackend:
+    from engine_adapter.engine.attention.triton_fixed import FixedTritonAttention
+
+    return FixedTritonAttention(pool, HEADS)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32])
-@pytest.mark.parametrize("kind", [SdpaAttention, TiledAttention])
-def test_backends_compute_attention(
-    kind: type[SdpaAttention] | type[TiledAttention], block_tokens: int
-) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        SdpaAttention,
+        TiledAttention,
+        pytest.param(make_triton, marks=needs_interpreter),
+        pytest.param(make_fixed_triton, marks=needs_interpreter),
+    ],
+)
+def test_backends_compute_attention(kind: Callable[[Tensor], AttentionBackend], block_tokens: int) -> None:
     """Three sequences, filled in two passes: a chunk behind a context, a single row, and padding rows between."""
     generator = torch.Generator().manual_seed(1)
     pool = make_pool(block_tokens)
-    backend: AttentionBackend = kind(pool)
+    backend = kind(pool)
     pages = np.random.default_rng(1).permutation(PAGES).astype(np.int32)
     width = 128 // block_tokens
     tables = pages[: 3 * width].reshape(3, width)
