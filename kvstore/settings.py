@@ -195,9 +195,17 @@ def _nvme_path(item: object) -> NvmePath:
     path, _, capacity = item.strip().rpartition(":") if isinstance(item, str) else ("", "", "")
     if not path:
         _wrong(item, "path:size, like /var/lib/kvstore:100GiB")
-    if re.search(r":[^/,]*,", path):  # a second path:size in the same text
+    if any(_is_size(text) for text in re.findall(r":([^:,]+),", path)):  # a second path:size in the same text
         _wrong(item, "one path:size; give each path as an item of its own")
     return NvmePath(path=path, capacity_bytes=parse_size(capacity))
+
+
+def _is_size(text: str) -> bool:
+    try:
+        parse_size(text)
+    except InvalidArgument:
+        return False
+    return True
 
 
 _PARSERS: Mapping[str, Callable[[object], object]] = {

@@ -66,6 +66,11 @@ def test_every_kind_of_value() -> None:
     assert (config.client.timeout_s, config.worker.model) == (0.25, "/models/x")
 
 
+def test_a_path_with_a_comma_can_stand_in_the_file() -> None:
+    config = settle(file='nvme = ["/a:b,c:1GiB"]').config
+    assert [place.path for place in config.serve.nvme] == ["/a:b,c"]
+
+
 def test_nvme_in_one_text_and_an_empty_variable() -> None:
     config = settle(environ={"KVSTORE_NVME": "/a:1GiB, /with:colon:1GiB", "KVSTORE_DRAM": ""}).config
     assert [place.path for place in config.serve.nvme] == ["/a", "/with:colon"]
@@ -122,6 +127,11 @@ def test_nvme_in_one_text_and_an_empty_variable() -> None:
         ("file", "[limits]\ncall_deadlin = 3", "k.toml: unknown key 'limits.call_deadlin'; did you mean "),
         ("file", "[limits]\ncall_deadline = 0", "k.toml: limits.call_deadline: must be more than 0s"),
         ("file", "qqqq = 3", "k.toml: unknown key 'qqqq'; `kvstore config` lists what there is"),
+        (
+            "file",
+            'nvme = ["/a:1GiB,/b:1GiB"]',
+            "k.toml: nvme: '/a:1GiB,/b:1GiB' is not one path:size; give each path as an item of its own",
+        ),
         ("file", "nvme = [3]", "k.toml: nvme: 3 is not path:size"),
     ],
 )
