@@ -160,6 +160,17 @@ def _store(figure: Figure, result: Result) -> None:
     _label(axes, title="between the tiers", x="GB/s", y="")
 
 
+def _interference(figure: Figure, result: Result) -> None:
+    """Percent by which decode is slower, and the rate of stores beside it; a bar a slot size and route."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    cells = result["cells"][::-1]
+    names = [f"{cell['slot_bytes'] // 1024:,} KiB, {cell['route']}" for cell in cells]
+    left.barh(names, [100 * cell["slowdown"] for cell in cells])
+    right.barh(names, [cell["stored_gb_per_s"] for cell in cells])
+    _label(left, title=f"{result['decode']}, batch {result['batch']}", x="slower by, %", y="")
+    _label(right, title="stored meanwhile", x="GB/s", y="")
+
+
 def _label(axes: Axes, *, title: str, x: str, y: str) -> None:
     axes.set_title(title)
     axes.set_xlabel(x)
@@ -172,6 +183,7 @@ def _label(axes: Axes, *, title: str, x: str, y: str) -> None:
 _DRAWERS: Mapping[str, Callable[[Figure, Result], None]] = {
     "copy": _copy,
     "decode": _decode,
+    "interference": _interference,
     "lookup": _lookup,
     "prefill": _prefill,
     "pressure": _pressure,
