@@ -1,6 +1,6 @@
 """The copier of an engine on CUDA: batches on streams of its own, completed by events.
 
-Each direction has its queue, its streams and two threads: one cuts batches into portions and issues them, one sleeps
+Each direction has its queue, its streams and two threads: one cuts batches into portions and issues them, one waits
 until a portion has come and completes its batch. So both directions run at once, nothing waits between two portions,
 and no thread holds the GIL while it waits. What is under way is bounded in bytes and portions; what has not been issued
 can be taken back.
@@ -27,7 +27,7 @@ from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
 from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, CopyKernel, KernelShape
 from engine_adapter.copy_plan import Pieces, portions, runs, shares, split
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
-from engine_adapter.cuda_driver import CudaDriver, SourceOrder
+from engine_adapter.cuda_driver import CudaDriver, SourceOrder, Waiting
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
@@ -137,6 +137,7 @@ class _Flight:
     batch: CopyBatch
     nbytes: int
     events: list[int]
+    waiting: Waiting
     last: bool
 
 
@@ -164,7 +165,7 @@ class _Way:
         self._landing = threading.Condition(lock)  # of the finishing thread: flights
         self._queue: deque[CopyBatch] = deque()
         self._flights: deque[_Flight] = deque()
-        self._events: list[int] = []
+        self._events: dict[Waiting, list[int]] = {waiting: [] for waiting in Waiting}
         self._flight_bytes = 0
         self._finishing = self._dropping = self._issued_all = False
         self._failure: Exception | None = None
@@ -237,8 +238,11 @@ class _Way:
             _LOG.error("the device does not complete its copies")
         elif self._failure is None:
             streams = [lane.stream for lane in (*self._large, *self._small)]
-            self._driver.destroy(streams=streams, events=self._events)
-            self._large, self._small, self._events = [], [], []  # closing again is nothing
+            self._driver.destroy(
+                streams=streams, events=[event for pool in self._events.values() for event in pool]
+            )
+            self._large, self._small = [], []  # closing again is nothing
+            self._events = {waiting: [] for waiting in Waiting}
 
     # ------------------------------------------------------------ the issuing thread
 
@@ -282,8 +286,11 @@ class _Way:
             nbytes = pieces.nbytes
             if not self._room_for(nbytes):
                 return False
-            events = [self._start(batch, lane, part) for lane, part in _dealt(lanes, pieces)]
-            flight = _Flight(batch=batch, nbytes=nbytes, events=events, last=place == len(planned))
+            last = place == len(planned)
+            # A request waits for the end of a load: a core for a millisecond. Nobody waits for anything else.
+            waiting = Waiting.SPIN if last and self._direction is Direction.LOAD else Waiting.SLEEP
+            events = [self._start(batch, lane, part, waiting) for lane, part in _dealt(lanes, pieces)]
+            flight = _Flight(batch=batch, nbytes=nbytes, events=events, waiting=waiting, last=last)
             with self._landing:
                 self._flights.append(flight)
                 self._flight_bytes += nbytes
@@ -329,7 +336,7 @@ class _Way:
                 self._work.wait()
             return not self._dropping and self._failure is None
 
-    def _start(self, batch: CopyBatch, lane: _OpenLane, pieces: Pieces) -> int:
+    def _start(self, batch: CopyBatch, lane: _OpenLane, pieces: Pieces, waiting: Waiting) -> int:
         """Puts copies and an event behind them into a lane's stream; the event."""
         driver = self._driver
         for_kernel = self._for_kernel(pieces) if lane.kernel is not None else None
@@ -339,8 +346,8 @@ class _Way:
             order = lane.lane.order if batch.after is None else SourceOrder.STREAM
             driver.copy_batch(pieces.targets, pieces.sources, pieces.sizes, lane.stream, order)
         with self._work:
-            event = self._events.pop() if self._events else 0
-        event = event or driver.create_event()
+            event = self._events[waiting].pop() if self._events[waiting] else 0
+        event = event or driver.create_event(waiting)
         driver.record(event, lane.stream)
         return event
 
@@ -368,7 +375,7 @@ class _Way:
             with self._work:
                 self._flights.popleft()
                 self._flight_bytes -= flight.nbytes
-                self._events += flight.events
+                self._events[flight.waiting] += flight.events
                 if flight.last:
                     self.waiting_blocks -= len(flight.batch.sources)
                     self.copied_blocks += len(flight.batch.sources)

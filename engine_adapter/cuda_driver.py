@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import FailedPrecondition, KvstoreError, ResourceExhausted
 
-__all__ = ["CudaDriver", "SourceOrder", "cuda_devices"]
+__all__ = ["CudaDriver", "SourceOrder", "Waiting", "cuda_devices"]
 
 U64 = NDArray[np.uint64]
 
@@ -36,6 +36,15 @@ class SourceOrder(IntEnum):
 
     STREAM = 1
     ANY = 3
+
+
+class Waiting(IntEnum):
+    """How `synchronize` waits for an event. Neither holds the GIL."""
+
+    SPIN = 0
+    """On a core of its own: microseconds after the event."""
+    SLEEP = 1
+    """Some tens of microseconds later."""
 
 
 class _Location(ctypes.Structure):
@@ -179,11 +188,11 @@ class CudaDriver:
             self._call("cuStreamCreateWithPriority", byref(stream), _STREAM_NON_BLOCKING, priority)
         return stream.value or 0
 
-    def create_event(self) -> int:
-        """An event whose waiter sleeps."""
+    def create_event(self, waiting: Waiting = Waiting.SLEEP) -> int:
+        """An event, without a time."""
         with self.current():
             event = c_void_p()
-            self._call("cuEventCreate", byref(event), _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING)
+            self._call("cuEventCreate", byref(event), waiting * _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def destroy(self, *, streams: list[int], events: list[int]) -> None:
@@ -203,7 +212,7 @@ class CudaDriver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def synchronize(self, event: int) -> None:
-        """Sleeps until the event has come."""
+        """Waits until the event has come, in the way that it was created with."""
         self._call("cuEventSynchronize", event)
 
     def synchronize_stream(self, stream: int) -> None:

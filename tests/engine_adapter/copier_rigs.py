@@ -18,6 +18,7 @@ from engine_adapter.copy_kernel import KernelKind, KernelShape
 from engine_adapter.copy_plan import Pieces
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
 from engine_adapter.cuda_copier import CopyLimits, CudaCopier
+from engine_adapter.cuda_driver import Waiting
 from kvstore.errors import KvstoreError
 
 U8 = NDArray[np.uint8]
@@ -222,7 +223,7 @@ class FakeDriver:
         stream.thread.start()
         return number
 
-    def create_event(self) -> int:
+    def create_event(self, waiting: Waiting = Waiting.SLEEP) -> int:
         number = next(self._ids)
         self._events[number] = threading.Event()
         return number
