@@ -87,8 +87,10 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
 
         tell("loading the weights")
         engine = Engine(load_model(source, settings), blocks, settings)
+        if settings.device != "cpu":
+            tell("capturing graphs")
+            engine.prepare()
         tell("warming up")
-        engine.prepare()
         _warm_up(engine)
         yield engine
 
