@@ -174,6 +174,17 @@ class Mover:
         """Serves until the daemon's end of the socket is closed and running I/O has ended."""
         for thread in self._threads:
             thread.start()
+        try:
+            self._serve()
+        finally:  # also of a fault: a thread that waits for work would keep the process
+            self._queue.close()
+            for thread in self._threads:
+                thread.join()
+        self._storage.close()
+        self._dram.close()
+        os.close(self._wake)
+
+    def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._ended:
@@ -192,12 +203,6 @@ class Mover:
             elif state & (select.POLLHUP | select.POLLERR):
                 self._ended = True
             self._send_counts()
-        self._queue.close()
-        for thread in self._threads:
-            thread.join()
-        self._storage.close()
-        self._dram.close()
-        os.close(self._wake)
 
     def _receive(self) -> None:
         """Takes one packet. EOF ends the mover; a packet that cannot be understood is a fault of ours and raises."""
@@ -226,6 +231,8 @@ class Mover:
                     self._dram.adopt(message.extent, fd, message.nbytes)
                 except (KvstoreError, OSError) as error:
                     self._notice(f"DRAM extent {message.extent} cannot be mapped by the mover: {error}")
+                    # Moves that name it would fail, and their blocks be given up: the next mover loses none.
+                    self._ended = True
             case wire.Drop():
                 self._drop(message)
             case _:

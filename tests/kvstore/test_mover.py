@@ -396,3 +396,29 @@ def test_what_waits_is_forgotten_at_eof(
     found = statuses(wait_for(second, wire.Replies, 16))
     assert list(found.values()).count(MoveStatus.OK) == 1
     assert list(found.values()).count(MoveStatus.CORRUPT) == 15
+
+
+def test_a_mover_without_one_of_its_extents_ends(start: Start, harness: Harness) -> None:
+    """A mover that could not map an extent went on, and refused the moves that named it: their blocks were given up."""
+    link = start()
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 4096)
+    link.send_extent(DRAM + 1, 4096, fd)
+    os.close(fd)
+    moves = harness.moves_for([0])
+    moves["dram_extent"] = DRAM + 1
+    link.send_moves(moves)
+    messages = wait_for(link, wire.Replies, 1)
+    assert statuses(messages) == {}
+    assert any("cannot be mapped" in message.text for message in messages if isinstance(message, wire.Notice))
+    assert wait_dead(link) == 0
+
+
+def test_a_message_that_is_none_ends_the_mover_at_once(start: Start) -> None:
+    """A mover that failed at a message stayed as a process, because its threads waited for work."""
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    began_s = time.monotonic()
+    link._sock.send(b"nonsense")
+    assert wait_dead(link) == 1
+    assert time.monotonic() - began_s < 5.0
