@@ -66,11 +66,11 @@ class TwinBed:
             raise ConfigError("routes can be tried on a CUDA device only")
         return TwinCopier(max_blocks=1 << 20)
 
-    def raw(self, directions: Sequence[Direction]) -> None:
-        """One copy of each direction's whole area."""
+    def raw(self, directions: Sequence[Direction], nbytes: int) -> None:
+        """One copy of the first bytes of each direction's area."""
         for direction in directions:
             area = self.areas[direction]
-            ctypes.memmove(area.target, area.source, area.nbytes)
+            ctypes.memmove(area.target, area.source, nbytes)
 
     def loop(self, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int) -> None:
         """A call for each block; addresses are within an area."""
@@ -136,12 +136,12 @@ class CudaBed:
         self._copier = made
         return made
 
-    def raw(self, directions: Sequence[Direction]) -> None:
-        """One copy of each direction's whole area, all at once."""
+    def raw(self, directions: Sequence[Direction], nbytes: int) -> None:
+        """One copy of the first bytes of each direction's area, all at once."""
         driver = self._driver
         for direction in directions:
             area = self.areas[direction]
-            driver.copy(area.target, area.source, area.nbytes, self._streams[direction])
+            driver.copy(area.target, area.source, nbytes, self._streams[direction])
         for direction in directions:
             driver.synchronize_stream(self._streams[direction])
 

@@ -135,7 +135,7 @@ def _cell(bed: CopyBed, copier: Copier, plan: TunePlan, *, name: str, way: str, 
         plan.rounds,
         [
             partial(transfer, bed, copier, WAYS[way], sources, targets, block_bytes),
-            partial(bed.raw, WAYS[way]),
+            partial(bed.raw, WAYS[way], len(sources) * block_bytes),
         ],
     )
     return TuneCell(

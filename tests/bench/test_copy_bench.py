@@ -33,13 +33,17 @@ def check_legs(device: str) -> None:
     result = asdict(measure(TINY, said.append))
     assert result["device"] == device
     assert [(leg["block_bytes"], leg["pattern"], leg["way"]) for leg in result["legs"]] == [
-        (size, pattern, way) for size in TINY.block_bytes for pattern in ("scattered", "runs") for way in WAYS
+        (size, pattern, way)
+        for size in TINY.block_bytes
+        for pattern in ("scattered", "runs", "one")
+        for way in WAYS
     ]
     for leg in result["legs"]:
         assert leg["gb_per_s"] > 0
         assert leg["ratio"] > 0
-        assert (leg["loop_gb_per_s"] is None) == (leg["block_bytes"] < 256 * KIB)
-    assert len(said) == 5
+        looped = leg["block_bytes"] >= 256 * KIB and leg["pattern"] != "one"
+        assert (leg["loop_gb_per_s"] is not None) == looped
+    assert len(said) == 7
     assert len(figures(result)) == 2 * len(result["legs"])
 
 
