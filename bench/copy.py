@@ -1,7 +1,7 @@
 """`kvstore bench copy`: how fast blocks move between HBM and DRAM, beside raw copies of the same bytes.
 
 Each direction and both at once, by block size; scattered blocks, runs of eight neighbours, and one block alone, which
-shows what a batch costs before and after its bytes. Beside it, in the same process and in turns, one raw copy of as many
+shows what a batch costs before and after its bytes. Beside it, in this process and in turns, one raw copy of as many
 bytes, and a loop of one call a block where blocks are so large that a loop in Python says something. Times run from
 `submit` to `done`. Medians over all rounds but a first one, which is not counted; ratios are of each round. One GB is
 10^9 bytes. Without a CUDA device: the twin's copier over host memory.
@@ -218,7 +218,7 @@ def _leg(
 
 
 def placed(nbytes: int, block_bytes: int, pattern: str) -> tuple[U64, U64]:
-    """[n] places of blocks within their areas, anywhere on both sides: scattered, in runs of neighbours, or just one."""
+    """[n] places of blocks within their areas, anywhere on both sides: scattered, in runs, or just one."""
     rng = np.random.default_rng(block_bytes)
     step = _RUN_BLOCKS if pattern == "runs" else 1
     groups = 1 if pattern == "one" else nbytes // block_bytes // step
