@@ -77,7 +77,9 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
                     Figure(name=f"{tokens} from {tier}", value=row[f"{tier}_s"], unit="s", bound=bound)
                 )
     kill = result["kill"]
-    figures += [Figure(name=f"kill: {part}", value=value, unit="s") for part, value in kill["parts"].items()]
+    figures += [
+        Figure(name=f"kill: {part['doing']}", value=part["seconds"], unit="s") for part in kill["parts"]
+    ]
     figures += [
         Figure(name="kill → first token", value=kill["total_s"], unit="s"),
         Figure(name="kill: KV in the first token", value=kill["kv_s"], unit="s"),

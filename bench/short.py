@@ -8,10 +8,10 @@ that fails, or is not over in time, leaves its log and a line in the summary.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -94,31 +94,32 @@ def run_one(name: str, command: Sequence[str], out: Path, limit_s: float) -> Run
     start = time.monotonic()
     log = out / f"{name}.log"
     household = Household()
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=os.environ
-        )
+    # A file, no pipe: a process that outlives the benchmark would keep a pipe open, and us waiting.
+    with log.open("wb") as errors, tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
         try:
-            printed = _output(process, limit_s)
+            _await_end(process, limit_s)
         finally:
             household.kill_everything()
+        output.seek(0)
+        printed = output.read()
     error = _store(name, printed, process.returncode, out, log)
     if time.monotonic() - start > limit_s and error:
         error = f"not over after {limit_s:.0f} s: {error}"
     return Run(name=name, seconds=time.monotonic() - start, error=error)
 
 
-def _output(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """What it prints. At the limit it is interrupted as by Ctrl-C, so that it ends its daemon, and then killed."""
+def _await_end(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """At the limit it is interrupted as by Ctrl-C, so that it ends its daemon, and then killed."""
     try:
-        return process.communicate(timeout=limit_s)[0]
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-    try:
-        return process.communicate(timeout=_INTERRUPTED_S)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0]
+        try:
+            process.wait(_INTERRUPTED_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _store(name: str, printed: bytes, code: int, out: Path, log: Path) -> str:

@@ -20,12 +20,13 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.geometry import DTYPE_BYTES
 from kvstore.units import parse_size, write_size
 
-__all__ = ["LOAD_FACTOR", "Kill", "Samples", "TtftPlan", "TtftRow", "TtftRun"]
+__all__ = ["LOAD_FACTOR", "Kill", "Part", "Samples", "TtftPlan", "TtftRow", "TtftRun"]
 
 LOAD_FACTOR = 1.12
 _PROMPTS = 2  # of each length; those of the longest put each other out of HBM
 _WARM_SEED = 1000
-_SPARE_PAGES = 8
+_SPARE_PAGES = 2
+_MOSTLY = 0.75  # of the cached tokens
 _SPARE_BYTES = 1 << 30
 _POLL_S = 0.02
 
@@ -48,10 +49,11 @@ class TtftPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftRow:
-    """Medians over the samples of one length, in seconds; None where no sample came from that tier alone.
+    """Medians over the samples of one length, in seconds; None where no sample came from that tier.
 
-    `load_bound_s`: what a load of `load_bytes` from DRAM may take. `equal`: every answer to a prompt that was cached,
-    in whatever tier, had the same tokens; `equal_cold`: and those of the answer that was computed.
+    `load_bytes`: what the samples of `dram_s` loaded; `load_bound_s`: what that may take. `equal`: every answer to a
+    prompt that was cached, in whatever tier, had the same tokens; `equal_cold`: and those of the answer that was
+    computed.
     """
 
     prompt_tokens: int
@@ -68,13 +70,21 @@ class TtftRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a start."""
+
+    doing: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """From `kill -9` of an engine process to the first token of the next one. `parts` in order, in seconds."""
+    """From `kill -9` of an engine process to the first token of the next one. `parts` in order; they add up to it."""
 
     prompt_tokens: int
     cached_by_tier: Mapping[str, int]
     total_s: float
-    parts: Mapping[str, float]
+    parts: tuple[Part, ...]
     ttft_s: float
     kv_s: float
     """Of `ttft_s`, what is not a decode step."""
@@ -94,17 +104,26 @@ class Samples:
     )  # tokens of a prompt's first cached answer
 
     def add(self, seed: int, answer: Answer) -> None:
-        """Takes an answer to a prompt that was cached; it counts for a tier when it came from that one alone."""
+        """Takes an answer to a prompt that was cached; it counts for the tier that most of it came from.
+
+        HBM evicts what it must and no more: of a prompt that another one put out, the first blocks may be left there.
+        """
         self.equal &= answer.token_ids == self.first.setdefault(seed, answer.token_ids)
         self.equal_cold &= answer.token_ids == self.cold[seed].token_ids
         most = (answer.prompt_tokens - 1) // self.block_tokens * self.block_tokens
-        if answer.cached_tokens == most and len(answer.cached_by_tier) == 1:
-            self.warm[next(iter(answer.cached_by_tier))].append(answer)
+        for tier, tokens in answer.cached_by_tier.items():
+            if answer.cached_tokens == most and tokens >= _MOSTLY * most:
+                self.warm[tier].append(answer)
 
     def seconds(self, tier: str) -> float | None:
         """Median time to the first token of those that came from `tier`."""
         times = [answer.ttft_s for answer in self.warm[tier]]
         return median(times) if times else None
+
+    def loaded_tokens(self) -> float:
+        """Median of what the samples of DRAM had to load."""
+        tokens = [answer.cached_by_tier["dram"] for answer in self.warm["dram"]]
+        return median(tokens) if tokens else 0.0
 
 
 class TtftRun:
@@ -278,7 +297,7 @@ class TtftRun:
     def rows(self, raw_bytes_per_s: float) -> Iterator[TtftRow]:
         """One a length."""
         for length, samples in self._samples.items():
-            cached = (length - 1) // self._plan.block_tokens * self._slot_bytes
+            loaded = int(samples.loaded_tokens() / self._plan.block_tokens * self._slot_bytes)
             answers = [answer for found in samples.warm.values() for answer in found]
             step_s = median([answer.step_s for answer in answers or list(samples.cold.values())])
             yield TtftRow(
@@ -287,8 +306,8 @@ class TtftRun:
                 hbm_s=samples.seconds("hbm"),
                 dram_s=samples.seconds("dram"),
                 disk_s=samples.seconds("nvme"),
-                load_bytes=cached,
-                load_bound_s=LOAD_FACTOR * cached / raw_bytes_per_s + step_s,
+                load_bytes=loaded,
+                load_bound_s=LOAD_FACTOR * loaded / raw_bytes_per_s + step_s,
                 decode_step_s=step_s,
                 equal=samples.equal,
                 equal_cold=samples.equal_cold,
@@ -296,14 +315,19 @@ class TtftRun:
             )
 
 
-def _parts(killed_at: float, marks: list[Mark], answer: Answer) -> dict[str, float]:
+def _parts(killed_at: float, marks: list[Mark], answer: Answer) -> tuple[Part, ...]:
     """What the time from a kill to the first token went into, in order."""
-    parts = {"process start and imports": marks[0].at - killed_at}
-    for mark, following in pairwise(marks):
-        parts[mark.doing] = parts.get(mark.doing, 0.0) + following.at - mark.at
-    parts["being asked"] = answer.first_token_at - answer.ttft_s - marks[-1].at
-    parts["first token"] = answer.ttft_s
-    return parts
+    asked_at = answer.first_token_at - answer.ttft_s
+    moments = [
+        Mark(doing="process start and imports", at=killed_at),
+        *marks[:-1],
+        Mark(doing="being asked", at=marks[-1].at),
+        Mark(doing="first token", at=asked_at),
+        Mark(doing="", at=answer.first_token_at),
+    ]
+    return tuple(
+        Part(doing=mark.doing, seconds=following.at - mark.at) for mark, following in pairwise(moments)
+    )
 
 
 def _used_bytes(folder: Path) -> int:

@@ -1,0 +1,93 @@
+"""`decode`, `prefill` and `ttft` at tiny sizes on the CPU: everything is measured, and what is measured happened."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bench import decode, prefill, ttft
+from bench.engine_figures import decode_figures, prefill_figures, ttft_figures
+from bench.filled import FilledBlocks
+from engine_adapter.base import Admission, RequestId
+from kvstore.errors import KvstoreError
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose sockets stay below the 107 bytes of a unix socket's path, also in a worker of a parallel run."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        yield Path(folder)
+
+
+def silent(_: str) -> None: ...
+
+
+def test_decode_measures_each_batch_at_each_context() -> None:
+    plan = replace(decode.CPU, batches=(1, 3), contexts=(64, 128), steps=2)
+    found = decode.measure(plan, silent, device="cpu")
+    assert [(cell.batch, cell.context_tokens) for cell in found.cells] == [
+        (1, 64),
+        (3, 64),
+        (1, 128),
+        (3, 128),
+    ]
+    for cell in found.cells:
+        assert cell.tokens_per_s == pytest.approx(cell.batch / cell.step_ms * 1e3)
+        assert cell.share == pytest.approx(cell.roofline_ms / cell.step_ms)
+        assert cell.requests_a_page == 1.0
+    assert len(decode_figures(asdict(found))) == 9
+
+
+def test_a_step_in_which_not_all_decode_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that still prefill, or wait, would make a step look fast."""
+
+    def admit(self: FilledBlocks, request: RequestId, num_tokens: int) -> Admission | None:
+        return None if request.endswith("2") else whole(self, request, num_tokens)
+
+    whole = FilledBlocks.admit
+    monkeypatch.setattr(FilledBlocks, "admit", admit)
+    plan = replace(decode.CPU, batches=(3,), contexts=(64,), steps=2)
+    with pytest.raises(KvstoreError, match="3 requests gave 4 tokens in 2 steps"):
+        decode.measure(plan, silent, device="cpu")
+
+
+def test_prefill_measures_each_length() -> None:
+    found = prefill.measure(replace(prefill.CPU, lengths=(64, 128), rounds=1), silent, device="cpu")
+    assert [row.prompt_tokens for row in found.rows] == [64, 128]
+    for row in found.rows:
+        assert row.tokens_per_s == pytest.approx(row.prompt_tokens / row.seconds)
+        assert row.share == pytest.approx(row.tflop_per_s / found.product_tflop_per_s)
+    assert len(prefill_figures(asdict(found))) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
+    plan = replace(ttft.CPU, lengths=(128, 1024), samples=2, raw_bytes=1 << 20)
+    found = ttft.measure(plan, silent, device="cpu", parent=short_path)
+    for row in found.rows:
+        assert None not in (row.hbm_s, row.dram_s, row.disk_s)
+        assert all(count > 0 for count in row.samples.values())
+        assert row.equal, "a cached prompt was answered differently from tier to tier"
+        assert row.load_bound_s > row.decode_step_s > 0
+    kill = found.kill
+    # Not all of it: the new engine's slots in hand come from the end of what nobody uses.
+    assert kill.cached_by_tier["hbm"] >= 0.75 * 992, "what was in HBM outlives the engine"
+    assert sum(part.seconds for part in kill.parts) == pytest.approx(kill.total_s)
+    assert min(part.seconds for part in kill.parts) >= 0
+    doing = [part.doing for part in kill.parts]
+    assert {"attaching", "loading torch", "loading the weights"} <= set(doing)
+    assert (doing[0], doing[-1]) == ("process start and imports", "first token")
+    names = {figure.name for figure in ttft_figures(asdict(found))}
+    assert {
+        "128 recompute",
+        "1,024 from hbm",
+        "1,024 from dram",
+        "1,024 from disk",
+        "kill → first token",
+    } <= names
+    assert list(short_path.iterdir()) == [], "nothing is left on the disk"
