@@ -108,6 +108,7 @@ def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSetti
         deterministic=deterministic,
         device=device,
         device_name=device_name(device) if deterministic else "",
+        attention=worker.attention,
         overlap=1 if on_gpu and not deterministic else 0,
         chunk_tokens=worker.chunk_tokens or (_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS),
         max_running=worker.max_requests,

@@ -14,7 +14,8 @@ __all__ = ["make_runner", "max_pages"]
 def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
     """A runner of `loaded` over `pool` `[page, layer, K|V, kv_head, token, head_dim]`.
 
-    ConfigError when the pages do not nest with deterministic mode's grid.
+    ConfigError when the pages do not nest with deterministic mode's grid, or the kernels cannot read them, or
+    FlashInfer is wanted and not installed.
     """
     if pool.is_cuda:
         make = _deterministic_cuda_runner if settings.deterministic else _cuda_runner
@@ -29,9 +30,10 @@ def _cuda_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) ->
     from engine_adapter.engine.cuda_runner import CudaRunner
     from engine_adapter.engine.models.fused import FusedLlama
     from engine_adapter.engine.streams import CudaQueue
-    from engine_adapter.engine.triton_passes import TritonElementwise, TritonPasses
+    from engine_adapter.engine.triton_passes import FlashInferPasses, TritonElementwise, TritonPasses
 
-    passes = TritonPasses(
+    make_passes = FlashInferPasses if settings.attention == "flashinfer" else TritonPasses
+    passes = make_passes(
         loaded.model,
         pool,
         max_rows=settings.chunk_tokens + settings.max_running,

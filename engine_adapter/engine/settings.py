@@ -11,7 +11,8 @@ __all__ = ["EngineSettings"]
 class EngineSettings:
     """`deterministic` makes a token's logits bitwise equal cold, behind any cached prefix and in any company.
 
-    `device` is `cpu` or `cuda:N` (`engine.device` resolves `auto`), `device_name` what a GPU is called. `overlap` is
+    `device` is `cpu` or `cuda:N` (`engine.device` resolves `auto`), `device_name` what a GPU is called. `attention`
+    says who computes it on a GPU: `triton`, our own kernels, or `flashinfer` for all but graphs of decode. `overlap` is
     how many steps stay in flight while the next one is scheduled: 1 on a GPU, 0 where a launched step has ended.
     `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt and
     answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
@@ -21,6 +22,7 @@ class EngineSettings:
     deterministic: bool = False
     device: str = "cpu"
     device_name: str = ""
+    attention: str = "triton"
     overlap: int = 0
     chunk_tokens: int = 512
     max_running: int = 64
@@ -29,6 +31,8 @@ class EngineSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if self.attention not in ("triton", "flashinfer"):
+            raise ConfigError(f"attention must be triton or flashinfer, not {self.attention}")
         if self.overlap not in (0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
         for name in ("chunk_tokens", "max_running", "max_waiting", "max_tokens", "threads"):

@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
+from engine_adapter.engine.attention.device_batch import DeviceBatch
+from engine_adapter.engine.attention.flashinfer_paged import FlashInferAttention, FlashInferStep
 from engine_adapter.engine.attention.triton_paged import (
     TritonAttention,
     TritonStep,
     decode,
     decode_plan,
+    prefill_plan,
     rope_and_write,
 )
 from engine_adapter.engine.attention.work_plan import WorkPlan
@@ -19,7 +22,7 @@ from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.passes import DecodeTensors
 from engine_adapter.engine.weights import LayerWeights
 
-__all__ = ["TritonElementwise", "TritonPasses"]
+__all__ = ["FlashInferPasses", "TritonElementwise", "TritonPasses"]
 
 
 class TritonElementwise:
@@ -64,9 +67,41 @@ class TritonPasses:
         plan.update(tensors.rows, tensors.context_lens)
         return _DecodePass(self._model, self._layers, tensors, plan)
 
+    def rehearsal(self, num_rows: int) -> PassAttention:
+        """See Passes: its one sequence has a context of 0, and no row belongs to it."""
+
+        def ints(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=self._pool.device)
+
+        rows = ints(1, 2)
+        rows[0, 1] = num_rows
+        metadata = DeviceBatch(
+            block_tables=ints(1, 1),
+            rows=rows,
+            context_lens=ints(1),
+            seq_of_row=ints(num_rows, value=-1),
+            positions=ints(num_rows),
+        )
+        plan = prefill_plan(self._pool, self._model.config.num_heads, 1, num_rows)
+        plan.update(rows, metadata.context_lens)
+        return _MixedPass(self._model, TritonStep(self._pool, metadata, (plan,), has_padding=True))
+
+
+class FlashInferPasses(TritonPasses):
+    """Mixed passes by FlashInfer; decode over static tensors, which is captured in graphs, by our own kernels."""
+
+    def __init__(self, model: Llama, pool: Tensor, *, max_rows: int, max_sequences: int) -> None:
+        """As TritonPasses. ConfigError also where FlashInfer is not installed."""
+        super().__init__(model, pool, max_rows=max_rows, max_sequences=max_sequences)
+        self._flashinfer = FlashInferAttention(pool, model.config.num_heads)
+
+    def mixed(self, batch: AttentionBatch) -> PassAttention:
+        """See Passes."""
+        return _MixedPass(self._model, self._flashinfer.plan(batch))
+
 
 class _MixedPass:
-    def __init__(self, model: Llama, step: TritonStep) -> None:
+    def __init__(self, model: Llama, step: TritonStep | FlashInferStep) -> None:
         self._rope, self._eps = model.rope, model.config.rms_norm_eps
         self._step = step
 

@@ -18,7 +18,7 @@ from engine_adapter.engine.attention.tuning import KernelConfig
 
 __all__ = ["ANY_ROWS", "MANY_ROWS", "ONE_ROW", "RowRange", "WorkPlan"]
 
-_ITEMS_PER_PROGRAM = 32
+_LANES = 4096  # items times sequences that a program compares at once
 # Of an item, int32: sequence or -1, row of its first token, number of tokens, position of the first, first key, end of
 # keys, number of splits of its keys, one to align.
 _FIELDS = 8
@@ -84,7 +84,9 @@ class WorkPlan:
         """
         num_sequences = context_lens.shape[0]
         assert num_sequences <= self.max_sequences, (num_sequences, self.max_sequences)
-        _plan_kernel[(triton.cdiv(self.max_items, _ITEMS_PER_PROGRAM),)](
+        sequences = max(16, triton.next_power_of_2(self.max_sequences))
+        items_a_program = max(1, min(32, _LANES // sequences))
+        _plan_kernel[(triton.cdiv(self.max_items, items_a_program),)](
             rows,
             context_lens,
             self.items,
@@ -96,8 +98,8 @@ class WorkPlan:
             TILE_TOKENS=self.tile_tokens,
             TILE_KEYS=self.config.tile_keys,
             ROWS_STRIDE=rows.stride(0),
-            SEQUENCES=max(16, triton.next_power_of_2(self.max_sequences)),
-            ITEMS=_ITEMS_PER_PROGRAM,
+            SEQUENCES=sequences,
+            ITEMS=items_a_program,
             FIELDS=_FIELDS,
             num_warps=4,
         )
