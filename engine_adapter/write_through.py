@@ -26,6 +26,8 @@ from kvstore.wire.packed import COPY
 __all__ = ["WriteThrough", "copies"]
 
 _BATCH_BLOCKS = 32
+_BATCH_BYTES = 64 << 20
+"""A batch has up to the larger of the two: what each costs in Python is then little beside a millisecond of copying."""
 _LOG_INTERVAL_S = 10.0
 _LOG = logging.getLogger("kvstore.write_through")
 
@@ -51,6 +53,7 @@ class WriteThrough(Listener):
         self._session = session
         self._copier = copier
         self._max_backlog_blocks = max_backlog_blocks
+        self._batch_blocks = max(_BATCH_BLOCKS, _BATCH_BYTES // session.hbm.slot_bytes)
         self._lock = threading.Lock()
         self._backlog: deque[_Waiting] = deque()
         self._backlog_blocks = 0
@@ -136,7 +139,7 @@ class WriteThrough(Listener):
                 return None
             waiting = self._backlog[0]
             run = waiting.run
-            count = min(len(run), self._session.room_in_hand, _BATCH_BLOCKS)
+            count = min(len(run), self._session.room_in_hand, self._batch_blocks)
             room = self._session.take_room(count) if count else None
             if room is None:
                 return None
