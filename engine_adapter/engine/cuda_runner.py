@@ -59,6 +59,7 @@ class CudaRunner:
         self._passes = passes
         self._queue = queue
         self._device = torch.device(settings.device)
+        self._chunk_tokens = settings.chunk_tokens
         self._sizes = graph_sizes(settings.max_running)
         shape = (settings.max_running, model.config.vocab_size)
         with queue.current():  # so that what fills them stands before the first step
@@ -75,8 +76,11 @@ class CudaRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture all graphs, the largest first, so that no request waits for it."""
+        """Capture all graphs, the largest first, and rehearse chunks, so that no request waits for it."""
         with self._queue.current():
+            for num_rows in (self._chunk_tokens, 2):
+                token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+                self._model.logits(token_ids, self._passes.rehearsal(num_rows), token_ids[:1])
             for size in reversed(self._sizes):
                 self._graph(size)
             self._queue.record().synchronize()

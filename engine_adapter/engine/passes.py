@@ -58,6 +58,11 @@ class Passes(Protocol):
         ...
 
 
+    def rehearsal(self, num_rows: int) -> PassAttention:
+        """For one chunk of so many rows that writes nothing and reads no page, so that its kernels are compiled."""
+        ...
+
+
 class TorchPasses:
     """The twin. Reads `tensors` on the host, so a pass cannot be captured: it is prepared each time."""
 
@@ -82,6 +87,11 @@ class TorchPasses:
             context_lens=tensors.context_lens.numpy()[real],
         )
         return _TorchPass(self._model, tensors.positions.long(), self._attention.plan(batch))
+
+
+    def rehearsal(self, num_rows: int) -> PassAttention:
+        """See Passes."""
+        return _TorchPass(self._model, torch.zeros(num_rows, dtype=torch.int64), _PaddingStep())
 
 
 class _PaddingStep:

@@ -162,3 +162,12 @@ def test_a_captured_step_leaves_what_the_step_before_chose(loaded: LoadedModel) 
     runner._buffers.chosen.copy_(torch.arange(8))
     runner._graph(4)
     assert np.array_equal(runner._buffers.chosen.numpy(), np.arange(8))
+
+
+def test_preparing_writes_nothing(loaded: LoadedModel) -> None:
+    sequences = Sequences(loaded.model)
+    before = sequences.pool.clone()
+    runner = twin(loaded, sequences.pool, EngineSettings(max_running=8, chunk_tokens=40))
+    runner.prepare()
+    assert not _differs(sequences.pool, before).any()
+    assert sorted(runner._graphs) == [1, 2, 4, 8]
