@@ -81,7 +81,7 @@ def test_the_constraints_pin_what_the_package_asks_for() -> None:
     assert str(by_name["torch"].specifier) == "==2.13.0"
     optional = {
         canonicalize_name(name)
-        for name in ("vllm", "cupy-cuda13x", "cuda-bindings", "nvidia-ml-py", "kvstore")
+        for name in ("vllm", "cupy-cuda13x", "cuda-bindings", "flashinfer-python", "nvidia-ml-py", "kvstore")
     }
     optional.add(canonicalize_name("mooncake-transfer-engine-non-cuda"))
     for requirement in declared():
