@@ -210,7 +210,9 @@ def _attend_kernel(
         _store_part(partial, lse, tile + index, mixed, total, top, is_row, HEAD_DIM)
     else:
         target = out + ((first_row + token) * out_stride + place)[:, None] + dims[None, :]
-        tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+        tl.store(
+            target, (mixed / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=is_row[:, None]
+        )
 
 
 @triton.jit
