@@ -1,11 +1,17 @@
 """Chooses the runner for a model, its device and its settings. The only place that knows all of them."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.engine.attention.sdpa import SdpaAttention
 from engine_adapter.engine.attention.tiled import TiledAttention
 from engine_adapter.engine.loader import LoadedModel
-from engine_adapter.engine.runner import FlatRunner, Runner, TiledRunner
+from engine_adapter.engine.request import Chunk
+from engine_adapter.engine.runner import FlatRunner, LaunchedStep, Runner, TiledRunner
 from engine_adapter.engine.settings import EngineSettings
 
 __all__ = ["make_runner", "max_pages"]
@@ -51,7 +57,24 @@ def _cuda_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) ->
 def _deterministic_cuda_runner(loaded: LoadedModel, pool: Tensor, _settings: EngineSettings) -> Runner:
     from engine_adapter.engine.attention.triton_fixed import FixedTritonAttention
 
-    return TiledRunner(loaded.model, FixedTritonAttention(pool, loaded.config.num_heads))
+    runner = TiledRunner(loaded.model, FixedTritonAttention(pool, loaded.config.num_heads))
+    return _OnDevice(runner, pool.device)
+
+
+class _OnDevice:
+    """Makes a GPU the current one, as its kernels want, around a runner that does not."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self._runner = runner
+        self._device = device
+
+    def prepare(self) -> None:
+        with torch.cuda.device(self._device):
+            self._runner.prepare()
+
+    def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
+        with torch.cuda.device(self._device):
+            return self._runner.launch(chunks, tables)
 
 
 def max_pages(loaded: LoadedModel, pool: Tensor) -> int:
