@@ -72,6 +72,16 @@ class Evictor:
             self.short[tier, key] = None
         return owner
 
+    def keep_reserves(self) -> None:
+        """The background's part: extents change class, and rows and slots of each class stay free."""
+        self.rebalance()
+        self.keep_rows()
+        for tier in Tier:
+            for key in list(self._state.pool(tier).classes):
+                # HBM without a session is nobody's to make room in.
+                if tier is not Tier.HBM or self._state.has_session(key):
+                    self.keep_reserve(tier, key)
+
     def keep_reserve(self, tier: Tier, key: ClassKey) -> None:
         """The background's part: some slots of the class are free before anybody asks."""
         owner = self._state.pool(tier).class_of(key)

@@ -12,7 +12,7 @@ from kvstore.errors import FailedPrecondition
 from kvstore.evicting import Evictor
 from kvstore.flights import Flights, parent_hashes
 from kvstore.layout import NONE, SlotState, Tier
-from kvstore.moves import U8, U32, U64, FlushLeft, FlushMark, MoveKind, MoveStatus, NvmeChanges
+from kvstore.moves import U8, U64, FlushLeft, FlushMark, MoveKind, MoveStatus, NvmeChanges
 from kvstore.promoting import Promoting
 from kvstore.state import StoreState, mover_bit
 from kvstore.wire.packed import MOVE, NVME_ENTRY
@@ -49,9 +49,11 @@ class Moving:
 
     # -- writes in
 
-    def queue_writes(self, rows: U32) -> None:
-        """Blocks that came into DRAM."""
-        self._writing.queue(rows, can_write=self.promoting.can_write)
+    def queue_came(self) -> None:
+        """Blocks that came into DRAM since the last call shall be written down."""
+        came, self._state.sealed_in_dram = self._state.sealed_in_dram, []
+        for rows in came:
+            self._writing.queue(rows, can_write=self.promoting.can_write)
 
     def catch_up(self) -> None:
         """The background's part."""
@@ -60,7 +62,7 @@ class Moving:
     def flush(self) -> FlushMark:
         """Queues all that is in DRAM and not in storage."""
         rows = self._writing.unwritten()
-        self.queue_writes(rows)
+        self._writing.queue(rows, can_write=self.promoting.can_write)
         return FlushMark(rows=rows, words=self._state.words(rows))
 
     def left_of(self, mark: FlushMark) -> FlushLeft:

@@ -31,8 +31,12 @@ class Pins:
         ] = []  # heap by (end, order): rows and their state words
         self._order = 0
 
-    def pin(self, rows: U32, until_ms: int) -> None:
-        """Pins rows. Raises: ResourceExhausted beyond the limit, and then nothing is pinned."""
+    def pin(self, namespace: int, hashes: U64, until_ms: int) -> int:
+        """Pins the cached leading run of a chain; returns its blocks.
+
+        Raises: ResourceExhausted beyond the limit, and then nothing is pinned.
+        """
+        rows = self._cached_run(namespace, hashes)
         limit = self._state.limits.max_pins
         if sum(len(batch[2]) for batch in self._batches) + len(rows) > limit:
             raise ResourceExhausted(f"at most {limit} blocks can be pinned")
@@ -40,9 +44,11 @@ class Pins:
             self._order += 1
             heapq.heappush(self._batches, (until_ms, self._order, rows, self._state.words(rows)))
             self._state.columns.priority[rows] = PINNED
+        return len(rows)
 
-    def unpin(self, rows: U32) -> int:
-        """Takes every pin of these rows back; returns how many were pinned."""
+    def unpin(self, namespace: int, hashes: U64) -> int:
+        """Takes every pin of a chain's cached leading run back; returns how many blocks were pinned."""
+        rows = self._cached_run(namespace, hashes)
         pinned = int(np.count_nonzero(self._state.columns.priority[rows] == PINNED))
         self._state.columns.priority[rows] = 0
         kept = []
@@ -54,6 +60,11 @@ class Pins:
         heapq.heapify(self._batches)
         self._note()
         return pinned
+
+    def _cached_run(self, namespace: int, hashes: U64) -> U32:
+        rows = self._state.table.locate(hashes, namespace)
+        sealed = self._state.table.sealed(rows)
+        return np.unique(rows[: len(sealed) if sealed.all() else int(sealed.argmin())])
 
     def _note(self) -> None:
         """There may be victims again."""

@@ -359,7 +359,7 @@ class Store:
         found.seen(seen)
         self._sealing.release(found, released_hbm, released_dram)
         found.wants(min(want_slots, limits.max_want_slots), min(want_room, limits.max_want_room))
-        self._write_behind()
+        self._moving.queue_came()
         return StepAnswer(seal_outcomes=outcomes)
 
     def prefetch(
@@ -390,12 +390,6 @@ class Store:
         most = self._state.limits.max_message_blocks
         if len(hashes) > most:
             raise InvalidArgument(f"one message names at most {most} blocks, not {len(hashes)}")
-
-    def _write_behind(self) -> None:
-        """Hands what came into DRAM to the queue of writes."""
-        came, self._state.sealed_in_dram = self._state.sealed_in_dram, []
-        for rows in came:
-            self._moving.queue_writes(rows)
 
     # ------------------------------------------------------------ decisions out, completions in
 
@@ -446,13 +440,7 @@ class Store:
         state = self._state
         state.tell_time(now_ms)
         self._pins.expire(state.now_ms)
-        self._evictor.rebalance()
-        self._evictor.keep_rows()
-        for tier in Tier:
-            for key in list(state.pool(tier).classes):
-                # HBM without a session is nobody's to make room in.
-                if tier is not Tier.HBM or state.has_session(key):
-                    self._evictor.keep_reserve(tier, key)
+        self._evictor.keep_reserves()
         self._moving.catch_up()
 
     # ------------------------------------------------------------ storage that is found, administration, reports
@@ -487,19 +475,12 @@ class Store:
         """
         self._check_blocks(hashes)
         self._state.tell_time(now_ms)
-        rows = self._cached_run(namespace, hashes)
-        self._pins.pin(rows, now_ms + ttl_ms)
-        return len(rows)
+        return self._pins.pin(namespace, hashes, now_ms + ttl_ms)
 
     def unpin(self, *, namespace: int, hashes: U64) -> int:
         """Takes pins of a chain back; returns how many blocks were pinned."""
         self._check_blocks(hashes)
-        return self._pins.unpin(self._cached_run(namespace, hashes))
-
-    def _cached_run(self, namespace: int, hashes: U64) -> U32:
-        rows = self._state.table.locate(hashes, namespace)
-        sealed = self._state.table.sealed(rows)
-        return np.unique(rows[: len(sealed) if sealed.all() else int(sealed.argmin())])
+        return self._pins.unpin(namespace, hashes)
 
     def clear(self, namespace: int | None) -> ClearResult:
         """Removes every block of a namespace (None: of all) that nobody holds."""
