@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -12,9 +13,21 @@ from pathlib import Path
 
 __all__ = ["Machine", "describe", "document"]
 
-_PACKAGES = ("grpcio", "lmdb", "numpy", "protobuf", "torch", "uvloop", "xxhash")
+_PACKAGES = (
+    "cuda-bindings",
+    "cupy-cuda13x",
+    "flashinfer-python",
+    "grpcio",
+    "lmdb",
+    "numpy",
+    "protobuf",
+    "torch",
+    "triton",
+    "uvloop",
+    "xxhash",
+)
 _ROOT = Path(__file__).resolve().parent.parent
-_GIT_DEADLINE_S = 10
+_DEADLINE_S = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,8 @@ class Machine:
     kernel: str
     python: str
     packages: dict[str, str]
+    gpu: str
+    """Names of the GPUs and the driver's version; empty without any."""
     commit: str
     """Of this source, with "+" behind it where files differed from it."""
     taken: str
@@ -43,6 +58,7 @@ def describe() -> Machine:
         kernel=platform.release().partition("-")[0],
         python=platform.python_version(),
         packages={name: found for name in _PACKAGES if (found := _version(name))},
+        gpu=_gpu(),
         commit=_commit(),
         taken=datetime.now(tz=UTC).isoformat(timespec="seconds"),
     )
@@ -76,14 +92,20 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
+    return _run("git", "-C", str(_ROOT), *arguments)
+
+
+def _gpu() -> str:
+    """For example "NVIDIA H200, 580.95.05"; a line a GPU becomes "2 x …" where they are alike."""
+    lines = _run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    counts = Counter(line.strip() for line in lines)
+    return "; ".join(f"{count} x {line}" if count > 1 else line for line, count in counts.items())
+
+
+def _run(*command: str) -> str:
+    """What a command prints; empty where it is not there, fails or hangs."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments],
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=_GIT_DEADLINE_S,
-        )
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
