@@ -22,6 +22,11 @@ __all__ = ["status"]
 _BAR_WIDTH = 12
 _TIER_FIELDS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 _SESSION_FIELDS = tuple(field.name for field in pb.SessionStats.DESCRIPTOR.fields)
+_DEVICE_FIELDS = tuple(field.name for field in pb.DeviceStats.DESCRIPTOR.fields)
+_GPU_FIELDS = tuple(field.name for field in pb.GpuStats.DESCRIPTOR.fields if field.name != "links")
+_KINDS = {pb.DEVICE_KIND_UNSPECIFIED: "not known", pb.DEVICE_KIND_TWIN: "twin", pb.DEVICE_KIND_CUDA: "GPU"}
+_OLD_S = 60.0
+"""Age of NVML's answers from which they are worth a word: they come every few seconds."""
 
 
 def status(
@@ -59,6 +64,11 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
             for tier in stats.tiers
         ],
         "sessions": [{name: getattr(item, name) for name in _SESSION_FIELDS} for item in stats.sessions],
+        "devices": [{name: getattr(item, name) for name in _DEVICE_FIELDS} for item in stats.devices],
+        "gpus": [
+            {**{name: getattr(item, name) for name in _GPU_FIELDS}, "links": list(item.links)}
+            for item in stats.gpus
+        ],
         "counters": dict(sorted(stats.counters.items())),
         "warnings": list(stats.warnings),
     }
@@ -74,6 +84,10 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         _moves(stats),
     )
     parts: list[RenderableType] = [head, _tiers(stats)]
+    if stats.devices:
+        parts.append(_devices(stats))
+    if stats.gpus:
+        parts.append(_gpus(stats))
     if stats.sessions:
         parts.append(_sessions(stats))
     shown = {name: value for name, value in sorted(stats.counters.items()) if value or every_counter}
@@ -118,6 +132,37 @@ def _tiers(stats: pb.StatsReply) -> Table:
             format_count(tier.held_slots),
             format_count(tier.orphan_slots),
             format_count(tier.free_slots),
+        )
+    return table
+
+
+def _devices(stats: pb.StatsReply) -> Table:
+    table = _table(
+        "devices whose HBM is owned", ("kind", "survives"), ("id", "kind", "HBM", "orphaned", "survives")
+    )
+    for device in stats.devices:
+        plain = device.plain_bytes > 0
+        table.add_row(
+            str(device.index),
+            _KINDS.get(device.kind, "not known"),
+            format_size(device.owned_bytes),
+            format_size(device.orphan_bytes),
+            Text("no: not exportable", style="yellow") if plain else Text("its worker"),
+        )
+    return table
+
+
+def _gpus(stats: pb.StatsReply) -> Table:
+    table = _table("GPUs", ("name",), ("name", "in use", "free", "ECC", "Xid", "NUMA"))
+    for gpu in stats.gpus:
+        old = f" ({format_duration(round(gpu.age_s))} ago)" if gpu.age_s > _OLD_S else ""
+        table.add_row(
+            f"{gpu.name}{old}",
+            format_size(gpu.memory_used_bytes),
+            format_size(gpu.memory_free_bytes),
+            Text(format_count(gpu.ecc_uncorrected), style="yellow" if gpu.ecc_uncorrected else ""),
+            str(gpu.last_xid) if gpu.xid_events else "none",
+            str(gpu.numa_node) if gpu.numa_node >= 0 else "?",
         )
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from tiers.twin import TwinDevice
 
 __all__ = ["DeviceSpec", "device_message", "hbm_slots", "open_device", "slots_per_extent"]
 
+_LOG = logging.getLogger("kvstore.client")
 _KINDS = {"twin": pb.DEVICE_KIND_TWIN, "cuda": pb.DEVICE_KIND_CUDA}
 
 
@@ -42,7 +44,14 @@ def open_device(spec: DeviceSpec) -> Device:
         raise InvalidArgument(f"a device is a 'twin' or 'cuda', not {spec.kind!r}")
     from tiers.hbm import CudaDevice  # loads the driver: only for those who own a GPU
 
-    return CudaDevice(index=spec.index, uuid=spec.uuid, sharing=spec.sharing)
+    device = CudaDevice(index=spec.index, uuid=spec.uuid, sharing=spec.sharing)
+    if device.why_plain:
+        _LOG.warning(
+            "HBM of GPU %s cannot be exported, its blocks end with this process: %s",
+            device.uuid,
+            device.why_plain,
+        )
+    return device
 
 
 def device_message(spec: DeviceSpec | None, device: Device | None) -> pb.Device | None:

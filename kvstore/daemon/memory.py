@@ -172,7 +172,7 @@ class Memory:
         except BaseException:
             os.close(fd)
             raise
-        return await self._enter(
+        info = await self._enter(
             tier=Tier.HBM,
             device=session.device,
             nbytes=nbytes,
@@ -181,6 +181,11 @@ class Memory:
             identity=session.identity,
             check=lambda: self._check_hbm(session, nbytes, sharing),
         )
+        if sharing is Sharing.NONE and (topic := f"plain {info.device}") not in self._owner.warnings:
+            text = f"HBM of device {info.device} cannot be exported: its blocks go with their worker"
+            self._owner.warnings[topic] = text
+            _LOG.warning("plain hbm", device=info.device, session=session.id)
+        return info
 
     def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing) -> None:
         device = session.device
@@ -274,6 +279,7 @@ class Memory:
         self._owner.store.drop_extent(info.extent)
         self._kept.remove([descriptor_name(info.tier, info.extent)])
         os.close(self._fds.pop(info.extent))
+        self._owner.warnings.pop(f"plain {info.device}", None)
         self._owner.counters.add("orphan_bytes_dropped_total", info.nbytes)
         _LOG.info("hbm extent dropped", device=info.device, extent=info.extent, size=format_size(info.nbytes))
         for listener in self._on_drop:

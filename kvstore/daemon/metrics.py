@@ -20,6 +20,16 @@ _LOG = Log("metrics")
 _HOST = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 5.0
 _MAX_REQUEST_BYTES = 8192
+_GPU_GAUGES = (
+    "memory_total_bytes",
+    "memory_used_bytes",
+    "memory_free_bytes",
+    "ecc_uncorrected",
+    "xid_events",
+    "last_xid",
+    "numa_node",
+    "age_s",
+)
 _TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 
 
@@ -48,6 +58,7 @@ class StatsCollector(Collector):
             held.add_metric([str(session.session), "hbm"], session.held_hbm_slots)
             held.add_metric([str(session.session), "dram"], session.held_dram_slots)
         yield held
+        yield from _devices(stats)
         for name, value in (
             ("rows", stats.rows),
             ("max_rows", stats.max_rows),
@@ -63,6 +74,21 @@ class StatsCollector(Collector):
         for name, value in sorted(stats.counters.items()):
             bare = name.removesuffix("_total")
             yield CounterMetricFamily(f"kvstore_{bare}", bare.replace("_", " "), value=value)
+
+
+def _devices(stats: pb.StatsReply) -> Iterator[Metric]:
+    """HBM of each device, and each GPU as NVML sees it."""
+    for name in ("owned_bytes", "orphan_bytes", "plain_bytes"):
+        gauge = GaugeMetricFamily(f"kvstore_device_{name}", f"{name} of a device's HBM", labels=["device"])
+        for device in stats.devices:
+            gauge.add_metric([str(device.index)], getattr(device, name))
+        yield gauge
+    for name in _GPU_GAUGES:
+        metric = f"kvstore_gpu_{name}".replace("_age_s", "_age_seconds")
+        gauge = GaugeMetricFamily(metric, f"{name} of a GPU", labels=["gpu"])
+        for gpu in stats.gpus:
+            gauge.add_metric([gpu.uuid], getattr(gpu, name))
+        yield gauge
 
 
 class MetricsServer:

@@ -20,6 +20,8 @@ MESSAGES: list[wire.Message] = [
     wire.Accepted(extent=12, slot_base=4096, slots=8192),
     wire.Refused(text="no such session"),
     wire.Dropped(tier=1, extent=4),
+    wire.NewPlainHbm(nbytes=1 << 33, slots=8192, slot_bytes=1 << 20),
+    wire.Distrust(extent=65535),
 ]
 
 
