@@ -88,7 +88,7 @@ def _walk(
     end: tl.tensor,
     page_stride: tl.tensor,
     scale: tl.tensor,
-    VALUES: tl.constexpr,  # elements from a key to its value
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -97,6 +97,7 @@ def _walk(
     """Add keys `[begin, end)`. Unmasked, every row sees all of them and their number is a multiple of TILE_KEYS."""
     keys = tl.arange(0, TILE_KEYS)
     dims = tl.arange(0, HEAD_DIM)
+    values = pool + KV_HEADS * BLOCK_TOKENS * HEAD_DIM
     last = tl.maximum(end - 1, 0)
     # Page numbers are read one tile ahead, so that the keys of the next tile do not wait for them.
     pages = tl.load(table + tl.minimum(begin + keys, last) // BLOCK_TOKENS)
@@ -119,7 +120,7 @@ def _walk(
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
-        v = tl.load(pool + VALUES + address[:, None] + dims[None, :])
+        v = tl.load(values + address[:, None] + dims[None, :])
         mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="tf32x3")
         top = new_top
     return mixed, total, top
@@ -145,9 +146,9 @@ def _store_part(
 ) -> None:
     """Keep what one split found; a row that saw none of its keys has weight 0 in the merge."""
     dims = tl.arange(0, HEAD_DIM)
-    safe = tl.where(total > 0, total, 1.0)
-    tl.store(partial + slot[:, None] * HEAD_DIM + dims[None, :], mixed / safe[:, None], mask=is_row[:, None])
-    tl.store(lse + slot, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=is_row)
+    tl.store(partial + slot[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_row[:, None])
+    weight = top + tl.log2(tl.maximum(total, 1e-30))
+    tl.store(lse + slot, tl.where(total > 0, weight, float("-inf")), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -189,7 +190,6 @@ def _attend_kernel(
 
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys = pool + head * (BLOCK_TOKENS * HEAD_DIM)
-    VALUES: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
     mixed = tl.zeros([TILE_ROWS, HEAD_DIM], dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
@@ -198,21 +198,20 @@ def _attend_kernel(
         masked_from += tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // TILE_KEYS * TILE_KEYS
         mixed, total, top = _walk(
             q, mixed, total, top, first_position + token, keys, table, begin, masked_from, page_stride, scale,
-            VALUES, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS, False,
+            KV_HEADS, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS, False,
         )  # fmt: skip
     mixed, total, top = _walk(
         q, mixed, total, top, first_position + token, keys, table, masked_from, end, page_stride, scale,
-        VALUES, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS, True,
+        KV_HEADS, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS, True,
     )  # fmt: skip
     is_row = index < num_tokens * GROUP
+    mixed = mixed / tl.maximum(total, 1e-30)[:, None]  # 0 where there was no key
     if SPLITS:
         tile = (item.to(tl.int64) * KV_HEADS + head) * (TILE_TOKENS * GROUP)
         _store_part(partial, lse, tile + index, mixed, total, top, is_row, HEAD_DIM)
     else:
         target = out + ((first_row + token) * out_stride + place)[:, None] + dims[None, :]
-        tl.store(
-            target, (mixed / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=is_row[:, None]
-        )
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit
