@@ -60,7 +60,7 @@ class FilledBlocks:
         """See BlockManager."""
         return self._view
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
         """See BlockManager."""
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:

@@ -130,7 +130,7 @@ class KvstoreBlockManager:
 
     # ------------------------------------------------------------ waiting requests
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
         """See BlockManager."""
         chain = self._namespace.chain(token_ids)
         cap_blocks = min((len(token_ids) - 1) // self.block_tokens, self._session.max_message_blocks)

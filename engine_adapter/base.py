@@ -87,10 +87,10 @@ class BlockManager(Protocol):
         """The whole pool; the same place for the manager's life."""
         ...
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
         """The request waits to be scheduled: hash it and start prefetching. Takes no lease and no page.
 
-        `token_ids` is the engine's own growing list: copy what is kept.
+        `token_ids` is the engine's own growing list, or the same as an array: copy what is kept.
         """
         ...
 

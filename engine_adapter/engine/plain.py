@@ -32,7 +32,7 @@ class PlainBlockManager:
     def kv_pages(self) -> Pages:
         return self._pages
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
         pass  # nothing to prefetch
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:

@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_adapter.base import BlockManager, RequestId
 from engine_adapter.engine.request import UNKNOWN, Chunk, Request
 
@@ -62,12 +65,15 @@ class Scheduler:
         self._removed: dict[RequestId, Request] = {}  # the same, and their pages go back
         self._preemptions_total = 0
 
-    def add(self, request: Request) -> bool:
-        """Queue a request and let its prefix be prefetched. False when the queue is full; nothing changed."""
+    def add(self, request: Request, packed: NDArray[np.uint32] | None = None) -> bool:
+        """Queue a request and let its prefix be prefetched. False when the queue is full; nothing changed.
+
+        `packed`: its tokens as an array, where the caller has made one.
+        """
         if len(self._waiting) >= self._config.max_waiting:
             return False
         self._waiting.append(request)
-        self._blocks.enqueue(request.id, request.tokens)
+        self._blocks.enqueue(request.id, request.tokens if packed is None else packed)
         return True
 
     def remove(self, request: Request) -> None:
