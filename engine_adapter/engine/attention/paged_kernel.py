@@ -6,7 +6,7 @@ FlashAttention-2; keys are split as in Flash-Decoding and merged by a second ker
 64-bit: `page * page_stride` passes 2^31 elements.
 """
 
-# ruff: noqa: N803, N806 - constants of a kernel are in capitals, as everywhere in Triton.
+# ruff: noqa: N803 - constants of a kernel are in capitals, as everywhere in Triton.
 
 import math
 

@@ -1,5 +1,6 @@
 """The contract of attention backends, against the definition written out in double precision."""
 
+import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,9 @@ from torch import Tensor
 from engine_adapter.engine.attention.base import AttentionBackend, AttentionBatch
 from engine_adapter.engine.attention.sdpa import SdpaAttention
 from engine_adapter.engine.attention.tiled import GRID_TOKENS, TiledAttention
+from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.tiles import cut_tiles
+from kvstore.errors import ConfigError
 from tests.engine_adapter.engine.interpreted import needs_interpreter
 from tests.engine_adapter.engine.test_scheduler import Chunk, request
 
@@ -100,6 +103,21 @@ def fill(pool: Tensor, table: np.ndarray, kv: Tensor) -> None:
     block_tokens = pool.shape[4]
     for position, token in enumerate(kv):
         pool[int(table[position // block_tokens]), 1, :, :, position % block_tokens] = token
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="triton or flashinfer"):
+        EngineSettings(attention="flash")
+
+
+@needs_interpreter
+def test_flashinfer_says_what_is_missing() -> None:
+    from engine_adapter.engine.attention.flashinfer_paged import FlashInferAttention
+
+    if importlib.util.find_spec("flashinfer") is not None:
+        pytest.skip("flashinfer is installed")
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'kvstore\[flashinfer\]'"):
+        FlashInferAttention(make_pool(16), HEADS)
 
 
 def test_positions_follow_from_the_contexts() -> None:
