@@ -74,13 +74,20 @@ class CudaDevice:
     kind = "cuda"
     extent_bytes = GIB
 
-    def __init__(self, *, index: int = 0, uuid: str = "", sharing: Sharing = Sharing.DESCRIPTORS) -> None:
-        """The GPU with this `uuid`, else the one that CUDA gives this ordinal.
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        uuid: str = "",
+        sharing: Sharing = Sharing.DESCRIPTORS,
+        driver: ModuleType | None = None,
+    ) -> None:
+        """The GPU with this `uuid`, else the one that CUDA gives this ordinal. `driver` stands in for the bindings.
 
         `sharing` NONE makes plain memory also where descriptors would do. Raises MissingExtra without the bindings,
         FailedPrecondition without a driver or without virtual memory management, NotFound for a GPU that is not there.
         """
-        self._driver = _load_driver()
+        self._driver = driver or _load_driver()
         try:
             self.call("cuInit", 0)
         except Exception as error:
@@ -322,11 +329,12 @@ class HbmTier:
     def drop(self, extent: int) -> None:
         """See DeviceTier. Waits for the work of this process on the device: what is unmapped must not be in use."""
         begin = self.offset(extent)
-        nbytes = self._places.pop(extent)[1] - begin
+        nbytes = self._places[extent][1] - begin
         with self._device.current():
             with contextlib.suppress(CudaError):  # a broken context has nothing left to wait for
                 self._device.call("cuCtxSynchronize")
             self._device.call("cuMemUnmap", self._base + begin, nbytes)
+        del self._places[extent]
 
     def close(self) -> None:
         """See DeviceTier. After a sticky error nothing can be unmapped: the end of the process does it."""

@@ -10,6 +10,7 @@ import pytest
 from kvstore.config import (
     ClientConfig,
     Durability,
+    HbmBudget,
     Limits,
     NvmePath,
     ServeConfig,
@@ -169,3 +170,31 @@ def test_each_field_can_be_given(record: type) -> None:
 def test_default_socket_belongs_to_the_user() -> None:
     assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == "/run/user/7/kvstore/kvstore.sock"
     assert default_socket({"XDG_RUNTIME_DIR": "relative"}, 7) == "/tmp/kvstore-7/kvstore.sock"
+
+
+@pytest.mark.parametrize(
+    "given, budget, text",
+    [
+        ("8GiB", HbmBudget(size_bytes=8 * GIB), "8GiB"),
+        ("80%", HbmBudget(share_percent=80), "80%"),
+        (" 100 % ", HbmBudget(share_percent=100), "100%"),
+        (2 * GIB, HbmBudget(size_bytes=2 * GIB), "2GiB"),
+    ],
+)
+def test_a_workers_hbm_is_a_size_or_a_share(given: object, budget: HbmBudget, text: str) -> None:
+    resolved = settle({"worker.hbm": given})
+    assert resolved.config.worker.hbm == budget
+    (setting,) = [item for item in resolved.settings if item.key == "worker.hbm"]
+    assert setting.text == text
+    assert settle({"worker.hbm": setting.text}).config.worker.hbm == budget
+
+
+@pytest.mark.parametrize("given", ["0%", "101%", "8.5%", "-1%", "%", "80percent", "64KiB", True, ""])
+def test_no_other_hbm_is_taken(given: object) -> None:
+    with pytest.raises(ConfigError, match="hbm"):
+        settle(file=f"[worker]\nhbm = {str(given).lower() if given is True else repr(given)}")
+
+
+def test_a_share_is_of_what_is_free() -> None:
+    assert HbmBudget(share_percent=80).of(100 * GIB) == 80 * GIB
+    assert HbmBudget(size_bytes=GIB).of(0) == GIB
