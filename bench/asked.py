@@ -11,6 +11,7 @@ processes share.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -179,6 +180,9 @@ def main(flags: Mapping[str, str]) -> None:
     marks: list[tuple[str, float]] = [("configuration", time.monotonic())]
     share_the_cpu()
     options = options_of(flags)
+    # By itself, so that it is not taken for a part of what comes next and needs it.
+    marks.append(("importing torch", time.monotonic()))
+    importlib.import_module("torch")
     marks.append(("attaching", time.monotonic()))
     with open_engine(options, lambda doing: marks.append((doing, time.monotonic()))) as engine:
         marks.append(("ready", time.monotonic()))

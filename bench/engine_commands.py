@@ -87,11 +87,14 @@ def prefill(
     out: OutOption = None,
     device: DeviceOption = "auto",
     model: ModelOption = None,
+    attention: Annotated[
+        str, typer.Option("--attention", help="Who computes it on a GPU: triton or flashinfer.")
+    ] = "triton",
 ) -> None:
     """Tokens a second of prefill, beside this device's rate of matrix products."""
     plan = prefill_bench.plan_for(device, short=short)
     with progress() as say:
-        found = prefill_bench.measure(plan, say, device=device, model=model)
+        found = prefill_bench.measure(plan, say, device=device, model=model, attention=attention)
     finish("prefill", asdict(found), prefill_figures, as_json=as_json, save=save, out=out)
 
 

@@ -52,6 +52,7 @@ class PrefillResult:
 
     model: str
     device: str
+    attention: str
     chunk_tokens: int
     product_tflop_per_s: float
     rows: tuple[PrefillRow, ...]
@@ -65,7 +66,12 @@ def plan_for(device: str, *, short: bool) -> PrefillPlan:
 
 
 def measure(
-    plan: PrefillPlan, say: Callable[[str], None], *, device: str = "auto", model: str | None = None
+    plan: PrefillPlan,
+    say: Callable[[str], None],
+    *,
+    device: str = "auto",
+    model: str | None = None,
+    attention: str = "triton",
 ) -> PrefillResult:
     """Measures every length. Raises: what opening the engine raises."""
     import torch
@@ -82,6 +88,7 @@ def measure(
             max_running=1,
             cached_tokens=0,
             filled_tokens=max(plan.lengths) + plan.block_tokens,
+            attention=attention,
         ),
         say,
     )
@@ -102,6 +109,7 @@ def measure(
     return PrefillResult(
         model=model,
         device=name,
+        attention=attention,
         chunk_tokens=plan.chunk_tokens,
         product_tflop_per_s=rate / 1e12,
         rows=tuple(rows),

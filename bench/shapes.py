@@ -36,6 +36,8 @@ class EnginePlan:
     max_running: int
     cached_tokens: int
     filled_tokens: int
+    attention: str = "triton"
+    """Who computes it on a GPU: `triton` or `flashinfer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ def open_bench_engine(plan: EnginePlan, say: Callable[[str], None]) -> BenchEngi
     source = find_shape(plan.model)
     settings = EngineSettings(
         device=device,
+        attention=plan.attention,
         overlap=int(device != "cpu"),
         chunk_tokens=plan.chunk_tokens,
         max_running=plan.max_running,
