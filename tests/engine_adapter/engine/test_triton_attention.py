@@ -1,9 +1,13 @@
 """The Triton kernels under the interpreter: the cutting of work, rope fused with the write, and decode over statics."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.rope import rotate
 from tests.engine_adapter.engine.interpreted import needs_interpreter
 from tests.engine_adapter.engine.test_attention import naive
@@ -84,6 +88,36 @@ def test_decode_over_static_tensors_takes_any_contexts_and_padding() -> None:
                 )
             else:
                 assert (out[i] == 0).all()
+
+
+def test_offsets_have_64_bits(tmp_path: Path) -> None:
+    """Pages that lie 16 GiB into the pool, of which only those are ever touched: it is a sparse file."""
+    from engine_adapter.engine.attention.triton_paged import TritonAttention
+
+    page_elements = 2 << 20
+    sparse = np.memmap(tmp_path / "pool", np.float32, "w+", shape=(2048, page_elements))
+    elements = torch.from_numpy(sparse)
+    payload = 2 * 2 * KV_HEADS * BLOCK_TOKENS * DIM
+    pool = elements[:, :payload].view(len(elements), 2, 2, KV_HEADS, BLOCK_TOKENS, DIM)
+    last = len(pool) - 1
+    assert last * pool.stride(0) > 2**31
+    batch = AttentionBatch(
+        num_rows=21,
+        block_tables=np.array([[last, last - 1], [last - 2, last - 3]], np.int32),
+        rows=np.array([[0, 20], [20, 21]], np.int32),
+        context_lens=np.array([20, 1], np.int32),
+    )
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(21, HEADS, DIM, generator=generator)
+    kv = torch.randn(2, 21, KV_HEADS, DIM, generator=generator)
+    step = TritonAttention(pool, HEADS, max_rows=21, max_sequences=2).plan(batch)
+    step.write(1, kv[0], kv[1])
+    out = step.attend(1, query)
+    assert torch.equal(pool[last, 1, 0, :, 3], kv[0, 3])
+    assert torch.equal(pool[last - 2, 1, 1, :, 0], kv[1, 20])
+    for rows in (slice(0, 20), slice(20, 21)):
+        expected = naive(query[rows], kv[0, rows], kv[1, rows])
+        torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("norms", ["with norms", "without norms"])
