@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvstore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from kvstore.units import format_size
 from tiers.base import PAGE_BYTES
+from tiers.cgroups import CGROUPS, LIMITS, PROC, own_cgroups
 
 __all__ = [
     "MemfdTier",
@@ -41,11 +42,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_CGROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+_USED = ("memory.current", "memory.usage_in_bytes")  # beside each of LIMITS
 _SPARE_BYTES = 64 << 20
 """Left over by every extent, for the processes themselves: the last free page would be the kernel's reason to kill."""
 _SHORT_OF_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EFAULT)
@@ -57,37 +54,22 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def available_memory_bytes() -> int:
+def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Memory that can still be taken: the host's, or that of a cgroup above us where it is less.
 
     Very much where unknown.
     """
     available = sys.maxsize
     with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        text = (proc / "meminfo").read_text(encoding="ascii")
         available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    for root, limit, used in _CGROUPS:
-        for folder in _own_cgroups(root):
+    for folder in own_cgroups(proc, cgroups):
+        for limit, used in zip(LIMITS, _USED, strict=True):
             with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
                 most = int((folder / limit).read_text(encoding="ascii"))
                 now = int((folder / used).read_text(encoding="ascii"))
                 available = min(available, max(0, most - now + _page_cache_bytes(folder / "memory.stat")))
     return available
-
-
-def _own_cgroups(root: Path) -> list[Path]:
-    """Cgroups of this process below `root`, a hierarchy's mount, and `root`: each of them may have a limit.
-
-    In a container with a cgroup namespace `root` is its own; on a host a service is some levels below.
-    """
-    paths = {root}
-    with contextlib.suppress(OSError, ValueError):
-        for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory") and ".." not in path:
-                own = root / path.lstrip("/")
-                paths |= {own, *(folder for folder in own.parents if root in folder.parents)}
-    return sorted(paths)
 
 
 def _page_cache_bytes(stat: Path) -> int:

@@ -14,12 +14,9 @@ from pathlib import Path
 from kvstore.config import ServeConfig
 from kvstore.errors import ConfigError
 from kvstore.units import format_size
+from tiers.cgroups import CGROUPS, LIMITS, PROC, own_cgroups
 
 __all__ = ["check_disks", "check_memory", "memory_bytes"]
-
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
-_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and version 1
 
 
 def check_memory(config: ServeConfig) -> None:
@@ -55,29 +52,14 @@ def check_disks(config: ServeConfig) -> None:
             )
 
 
-def memory_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+def memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Memory of the machine, or of the narrowest cgroup above this process where that is less; None where unknown."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = (proc / "meminfo").read_text(encoding="ascii")
         found.append(int(text.split("MemTotal:")[1].split()[0]) * 1024)
-    for folder in _own_cgroups(proc, cgroups):
-        for name in _LIMITS:
+    for folder in own_cgroups(proc, cgroups):
+        for name in LIMITS:
             with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
                 found.append(int((folder / name).read_text(encoding="ascii")))
     return min(found, default=None)
-
-
-def _own_cgroups(proc: Path, cgroups: Path) -> list[Path]:
-    """Folders of the cgroups that bound this process's memory, the root among them; some may not exist."""
-    folders: list[Path] = []
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    for line in ["0::/", ":memory:/", *lines]:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = cgroups / controllers
-            own = root / path.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
-    return folders

@@ -17,7 +17,7 @@ import pytest
 from kvstore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from tiers import memfd
 from tiers.dram import DramTier
-from tiers.memfd import MemfdTier, create_memfd
+from tiers.memfd import MemfdTier, available_memory_bytes, create_memfd
 from tiers.twin import TwinTier
 
 MIB = 1 << 20
@@ -160,30 +160,26 @@ def _cgroup(folder: Path, *, most: str, used: int) -> None:
     (folder / "memory.stat").write_text("anon 500\ninactive_file 200000\nactive_file 100000\n")
 
 
-def test_the_cgroup_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cgroup_counts(tmp_path: Path) -> None:
     _cgroup(tmp_path, most="1000000", used=900000)
-    monkeypatch.setattr(memfd, "_CGROUPS", ((tmp_path, "memory.max", "memory.current"),))
-    assert memfd.available_memory_bytes() == 400000
+    assert available_memory_bytes(tmp_path, tmp_path) == 400000
     _cgroup(tmp_path, most="max", used=900000)
-    assert memfd.available_memory_bytes() > 400000
+    assert available_memory_bytes(tmp_path, tmp_path) > 400000
 
 
 @pytest.mark.parametrize("limited", ["slice", "service", "neither"])
-def test_a_cgroup_above_the_process_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limited: str
-) -> None:
+def test_a_cgroup_above_the_process_counts(tmp_path: Path, limited: str) -> None:
     """Only the limit of the hierarchy's root was read: under systemd the service took more and was killed for it."""
-    own, root = tmp_path / "cgroup", tmp_path / "root"
-    own.write_text("1:cpu:/elsewhere\n0::/a.slice/b.service\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("1:cpu:/elsewhere\n0::/a.slice/b.service\n")
+    root = tmp_path / "root"
     for folder, name in (
         (root, "root"),
         (root / "a.slice", "slice"),
         (root / "a.slice/b.service", "service"),
     ):
         _cgroup(folder, most="1000000" if name == limited else "max", used=900000)
-    monkeypatch.setattr(memfd, "_CGROUPS", ((root, "memory.max", "memory.current"),))
-    monkeypatch.setattr(memfd, "_OWN_CGROUPS", own)
-    assert (memfd.available_memory_bytes() == 400000) == (limited != "neither")
+    assert (available_memory_bytes(tmp_path, root) == 400000) == (limited != "neither")
 
 
 def test_an_extent_leaves_memory_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
