@@ -1,6 +1,6 @@
 """Chooses the runner for a model, its device and its settings. The only place that knows all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,12 +9,17 @@ from torch import Tensor
 
 from engine_adapter.engine.attention.sdpa import SdpaAttention
 from engine_adapter.engine.attention.tiled import TiledAttention
+from engine_adapter.engine.cuda_runner import CudaRunner
 from engine_adapter.engine.loader import LoadedModel
+from engine_adapter.engine.models.fused import FusedLlama, TorchElementwise
+from engine_adapter.engine.passes import TorchPasses
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runner import FlatRunner, LaunchedStep, Runner, TiledRunner
 from engine_adapter.engine.settings import EngineSettings
+from engine_adapter.engine.streams import CudaQueue, HostQueue
+from kvstore.errors import ConfigError
 
-__all__ = ["make_runner", "max_pages"]
+__all__ = ["make_runner", "make_shard_runner", "max_pages"]
 
 
 def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
@@ -31,11 +36,30 @@ def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> 
     return FlatRunner(loaded.model, SdpaAttention(pool))
 
 
-def _cuda_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
+def make_shard_runner(
+    loaded: LoadedModel, pool: Tensor, settings: EngineSettings, reduce: Callable[[Tensor], None]
+) -> Runner:
+    """The same for one shard of a model, whose partial sums `reduce` adds up. ConfigError in deterministic mode."""
+    if settings.deterministic:
+        raise ConfigError("deterministic mode runs on one device: leave tensor_parallel at 1")
+    if pool.is_cuda:
+        return _cuda_runner(loaded, pool, settings, reduce)
+    return CudaRunner(
+        FusedLlama(loaded.model, TorchElementwise(), reduce),
+        TorchPasses(loaded.model, pool),
+        HostQueue(),
+        settings,
+        max_pages=max_pages(loaded, pool),
+    )
+
+
+def _cuda_runner(
+    loaded: LoadedModel,
+    pool: Tensor,
+    settings: EngineSettings,
+    reduce: Callable[[Tensor], None] | None = None,
+) -> Runner:
     # Here, because triton is imported there, which CPU builds of torch come without.
-    from engine_adapter.engine.cuda_runner import CudaRunner
-    from engine_adapter.engine.models.fused import FusedLlama
-    from engine_adapter.engine.streams import CudaQueue
     from engine_adapter.engine.triton_passes import FlashInferPasses, TritonElementwise, TritonPasses
 
     make_passes = FlashInferPasses if settings.attention == "flashinfer" else TritonPasses
@@ -46,7 +70,7 @@ def _cuda_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) ->
         max_sequences=settings.max_running,
     )
     return CudaRunner(
-        FusedLlama(loaded.model, TritonElementwise()),
+        FusedLlama(loaded.model, TritonElementwise(), reduce),
         passes,
         CudaQueue(pool.device),
         settings,

@@ -6,6 +6,7 @@ and nothing is waited for, so a pass over static buffers may be captured in a gr
 that runs anywhere.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -48,10 +49,14 @@ class PassAttention(Protocol):
 class FusedLlama:
     """Forward passes of one model. Stateless but for the pages that its attention writes."""
 
-    def __init__(self, model: Llama, ops: Elementwise) -> None:
+    def __init__(
+        self, model: Llama, ops: Elementwise, reduce: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """`reduce` adds partial sums up over the shards of a model, in place; None where there is one shard."""
         self.config = model.config
         self._weights = model.weights
         self._ops = ops
+        self._reduce = reduce
 
     def logits(self, token_ids: Tensor, attention: PassAttention, wanted: Tensor | None) -> Tensor:
         """Float32 logits `[len(wanted), vocab]` of the rows `wanted` (None: of all) of `token_ids` `[rows]`.
@@ -70,7 +75,7 @@ class FusedLlama:
                 hidden, delta = hidden[wanted], delta[wanted]
             normed = ops.add_rms_norm(delta, hidden, layer.mlp_norm, eps)
             gate_up = functional.linear(normed, layer.gate_up, layer.gate_up_bias)
-            delta = functional.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+            delta = self._product(ops.silu_mul(gate_up), layer.down, layer.down_bias)
             following = weights.final_norm if index == last else weights.layers[index + 1].input_norm
             normed = ops.add_rms_norm(delta, hidden, following, eps)
         return _logits(normed, weights.lm_head)
@@ -81,7 +86,14 @@ class FusedLlama:
         sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         query, key, value = torch.split(qkv.view(rows, -1, c.head_dim), sizes, dim=1)
         mixed = attention.attend(index, query, key, value, layer)
-        return functional.linear(mixed.view(rows, -1), layer.out, layer.out_bias)
+        return self._product(mixed.view(rows, -1), layer.out, layer.out_bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A product that leads back to the hidden size: of a shard only a part of the sum."""
+        product = functional.linear(x, weight, bias)
+        if self._reduce is not None:
+            self._reduce(product)
+        return product
 
 
 def _logits(normed: Tensor, lm_head: Tensor) -> Tensor:
