@@ -33,6 +33,7 @@ from bench.output import (
 from bench.plots import draw_folder
 from bench.report import write_result
 from bench.short import run_all, summary_table
+from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
 
 __all__ = ["decode", "every", "plot", "prefill", "pressure", "ttft"]
@@ -144,7 +145,7 @@ def pressure(
                 found = {"cell": str(chosen), "error": str(error)}
                 Console(stderr=True).print(f"{chosen}: {error}", markup=False)
             cells[str(chosen)] = found
-            result = {"plan": _sizes(plan), "cells": list(cells.values())}
+            result = {"device": resolve_device(device), "plan": _sizes(plan), "cells": list(cells.values())}
             if out is not None:
                 write_result(out.stem, document(result), out.parent)
     finish("pressure", result, pressure_figures, as_json=as_json, save=save)

@@ -76,6 +76,11 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
                 figures.append(
                     Figure(name=f"{tokens} from {tier}", value=row[f"{tier}_s"], unit="s", bound=bound)
                 )
+        if row["recompute_over_dram"] is not None:
+            name = f"{tokens} recompute / dram"
+            figures.append(
+                Figure(name=name, value=row["recompute_over_dram"], unit="", larger_is_better=True)
+            )
     kill = result["kill"]
     figures += [
         Figure(name=f"kill: {part['doing']}", value=part["seconds"], unit="s") for part in kill["parts"]

@@ -46,6 +46,8 @@ class TtftResult:
 
     model: str
     device: str
+    worker: Mapping[str, str]
+    """What was set of the engine besides."""
     raw_gb_per_s: float
     rows: tuple[TtftRow, ...]
     kill: Kill
@@ -86,7 +88,12 @@ def measure(
         with run.service(), run.engine() as engine:
             run.disk(engine)
         return TtftResult(
-            model=model, device=name, raw_gb_per_s=raw / 1e9, rows=tuple(run.rows(raw)), kill=kill
+            model=model,
+            device=name,
+            worker=dict(worker or {}),
+            raw_gb_per_s=raw / 1e9,
+            rows=tuple(run.rows(raw)),
+            kill=kill,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -61,6 +61,7 @@ class TtftRow:
     hbm_s: float | None
     dram_s: float | None
     disk_s: float | None
+    recompute_over_dram: float | None
     load_bytes: int
     load_bound_s: float
     decode_step_s: float
@@ -300,11 +301,16 @@ class TtftRun:
             loaded = int(samples.loaded_tokens() / self._plan.block_tokens * self._slot_bytes)
             answers = [answer for found in samples.warm.values() for answer in found]
             step_s = median([answer.step_s for answer in answers or list(samples.cold.values())])
+            cold_s, dram_s = (
+                median([answer.ttft_s for answer in samples.cold.values()]),
+                samples.seconds("dram"),
+            )
             yield TtftRow(
                 prompt_tokens=length,
-                recompute_s=median([answer.ttft_s for answer in samples.cold.values()]),
+                recompute_s=cold_s,
                 hbm_s=samples.seconds("hbm"),
-                dram_s=samples.seconds("dram"),
+                dram_s=dram_s,
+                recompute_over_dram=None if dram_s is None else cold_s / dram_s,
                 disk_s=samples.seconds("nvme"),
                 load_bytes=loaded,
                 load_bound_s=LOAD_FACTOR * loaded / raw_bytes_per_s + step_s,
