@@ -4,14 +4,12 @@ import torch
 from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
-from engine_adapter.engine.attention.device_batch import DeviceBatch
 from engine_adapter.engine.attention.flashinfer_paged import FlashInferAttention, FlashInferStep
 from engine_adapter.engine.attention.triton_paged import (
     TritonAttention,
     TritonStep,
     decode,
     decode_plan,
-    prefill_plan,
     rope_and_write,
 )
 from engine_adapter.engine.attention.work_plan import WorkPlan
@@ -68,23 +66,8 @@ class TritonPasses:
         return _DecodePass(self._model, self._layers, tensors, plan)
 
     def rehearsal(self, num_rows: int) -> PassAttention:
-        """See Passes: its one sequence has a context of 0, and no row belongs to it."""
-
-        def ints(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self._pool.device)
-
-        rows = ints(1, 2)
-        rows[0, 1] = num_rows
-        metadata = DeviceBatch(
-            block_tables=ints(1, 1),
-            rows=rows,
-            context_lens=ints(1),
-            seq_of_row=ints(num_rows, value=-1),
-            positions=ints(num_rows),
-        )
-        plan = prefill_plan(self._pool, self._model.config.num_heads, 1, num_rows)
-        plan.update(rows, metadata.context_lens)
-        return _MixedPass(self._model, TritonStep(self._pool, metadata, (plan,), has_padding=True))
+        """See Passes."""
+        return _MixedPass(self._model, self._attention.rehearsal(num_rows))
 
 
 class FlashInferPasses(TritonPasses):
@@ -98,6 +81,11 @@ class FlashInferPasses(TritonPasses):
     def mixed(self, batch: AttentionBatch) -> PassAttention:
         """See Passes."""
         return _MixedPass(self._model, self._flashinfer.plan(batch))
+
+    def rehearsal(self, num_rows: int) -> PassAttention:
+        """See Passes. Compiles FlashInfer's kernels too, which takes up to minutes the first time."""
+        self._flashinfer.compile()
+        return super().rehearsal(num_rows)
 
 
 class _MixedPass:

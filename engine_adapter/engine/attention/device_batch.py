@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
 
-__all__ = ["DeviceBatch", "to_device"]
+__all__ = ["DeviceBatch", "idle_batch", "to_device"]
 
 _ALIGN = 4  # int32 a section is rounded up to, so that kernels compile for 16-byte aligned pointers once
 
@@ -26,6 +26,16 @@ class DeviceBatch:
     context_lens: Tensor
     seq_of_row: Tensor
     positions: Tensor
+
+
+def idle_batch(num_rows: int) -> AttentionBatch:
+    """A pass of padding rows alone: it reads and writes no page."""
+    return AttentionBatch(
+        num_rows=num_rows,
+        block_tables=np.zeros((1, 1), np.int32),
+        rows=np.zeros((1, 2), np.int32),
+        context_lens=np.zeros(1, np.int32),
+    )
 
 
 def to_device(batch: AttentionBatch, device: torch.device) -> DeviceBatch:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
-from engine_adapter.engine.attention.device_batch import DeviceBatch, to_device
+from engine_adapter.engine.attention.device_batch import DeviceBatch, idle_batch, to_device
 from engine_adapter.engine.attention.paged_kernel import attend
 from engine_adapter.engine.attention.paged_writer import PagedWriter
 from engine_adapter.engine.attention.rope_write import rope_and_write
@@ -147,6 +147,8 @@ class TritonAttention:
         self._max_sequences = max_sequences
         self._decode = decode_plan(pool, num_heads, max_sequences)
         self._prefill: dict[tuple[KernelConfig, int], WorkPlan] = {}
+        # So many tiles of rows, one program for each KV head, fill the device.
+        self._room = max(1, _multiprocessors(pool) // pool.shape[3])
 
     def plan(self, batch: AttentionBatch) -> "TritonStep":
         """Copy the batch to the device and cut it into work."""
@@ -161,23 +163,39 @@ class TritonAttention:
             plan.update(metadata.rows, metadata.context_lens)
         return TritonStep(self._pool, metadata, tuple(plans), int(counts.sum()) < batch.num_rows)
 
+    def rehearsal(self, num_rows: int) -> "TritonStep":
+        """A pass of `num_rows` padding rows through every kernel that a pass may need, so that none compiles later."""
+        kv_heads, block_tokens, head_dim = self._pool.shape[3:]
+        group, itemsize = self._num_heads // kv_heads, self._pool.itemsize
+        metadata = to_device(idle_batch(num_rows), self._pool.device)
+        plans = [self._decode]
+        for num_tokens in (2, self._max_rows):
+            config = prefill_config(head_dim, group, block_tokens, itemsize, num_tokens)
+            plans += [self._prefill_plan(config, target) for target in (1, _target(config, self._pool))]
+        for plan in plans:
+            plan.update(metadata.rows, metadata.context_lens)
+        return TritonStep(self._pool, metadata, tuple(plans), has_padding=True)
+
     def _plan_for(self, counts: NDArray[np.int32]) -> WorkPlan:
-        """The plan that suits chunks of so many rows; made at its first use."""
+        """The plan that suits chunks of so many rows: keys are split where the tiles alone leave processors idle."""
         kv_heads, block_tokens, head_dim = self._pool.shape[3:]
         group = self._num_heads // kv_heads
         config = prefill_config(head_dim, group, block_tokens, self._pool.itemsize, int(counts.max()))
-        tile_tokens = config.tile_rows // group
-        row_tiles = int((-(-counts // tile_tokens)).sum())
-        room = _multiprocessors(self._pool) // kv_heads  # row tiles that leave multiprocessors idle
-        target = _target(config, self._pool) if row_tiles < room else 1
-        most = room if target > 1 else self._max_sequences + self._max_rows // tile_tokens
+        row_tiles = int((-(-counts // (config.tile_rows // group))).sum())
+        target = _target(config, self._pool) if row_tiles < self._room else 1
+        return self._prefill_plan(config, target)
+
+    def _prefill_plan(self, config: KernelConfig, target: int) -> WorkPlan:
+        """Made at its first use."""
+        tile_tokens = config.tile_rows * self._pool.shape[3] // self._num_heads
+        whole = self._max_sequences + self._max_rows // tile_tokens
         if (config, target) not in self._prefill:
             self._prefill[config, target] = WorkPlan(
                 config,
                 self._pool,
                 self._num_heads,
                 max_sequences=self._max_sequences,
-                max_row_tiles=most,
+                max_row_tiles=whole if target == 1 else self._room,
                 target=target,
                 takes=MANY_ROWS,
             )

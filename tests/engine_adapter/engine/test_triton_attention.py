@@ -120,6 +120,18 @@ def test_offsets_have_64_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_rehearsal_runs_every_kernel_and_touches_no_page() -> None:
+    from engine_adapter.engine.attention.triton_paged import TritonAttention
+
+    pool = make_pool(4)
+    step = TritonAttention(pool, HEADS, max_rows=300, max_sequences=3).rehearsal(7)
+    assert len({(plan.config, plan.target) for plan in step._plans}) == 5
+    query, kv = torch.randn(7, HEADS, DIM), torch.randn(2, 7, KV_HEADS, DIM)
+    step.write(1, kv[0], kv[1])
+    assert (step.attend(1, query) == 0).all()
+    assert pool.isnan().all()
+
+
 @pytest.mark.parametrize("norms", ["with norms", "without norms"])
 def test_rope_and_write_rotates_and_fills_the_rows_pages(norms: str) -> None:
     from engine_adapter.engine.attention.triton_paged import rope_and_write
