@@ -230,6 +230,8 @@ class WorkerConfig:
     """`cpu`, `cuda:N`, or `auto`: the first GPU where there is one and the packages for it, else the CPU."""
     attention: str = "triton"
     """Who computes attention on a GPU: `triton`, our own kernels, or `flashinfer` where that is installed."""
+    tensor_parallel: int = 1
+    """Devices that share the model, from `device` on; more than one needs --no-cache."""
     socket: str | None = None
     """Where the worker listens; None: beside the daemon's socket, named by the model."""
     hbm: HbmBudget = HbmBudget(size_bytes=GIB)
@@ -259,6 +261,7 @@ class WorkerConfig:
             "worker.device",
             "is auto, cpu, cuda or cuda:N",
         )
+        _require(1 <= self.tensor_parallel <= 64, "worker.tensor_parallel", "must be from 1 to 64")
         _require(self.attention in ("triton", "flashinfer"), "worker.attention", "is triton or flashinfer")
         _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
         _require(0 <= self.threads <= 1_024, "worker.threads", "must be from 0 (all cores) to 1024")

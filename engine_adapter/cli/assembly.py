@@ -77,6 +77,20 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
     """
     source = model_source(options.worker)
     settings = engine_settings(options.worker, deterministic=options.deterministic)
+    load = _one_device if options.worker.tensor_parallel == 1 else _several_devices
+    with load(options, source, settings, tell) as engine:
+        if settings.device != "cpu":
+            tell("capturing graphs")
+            engine.prepare()
+        tell("warming up")
+        _warm_up(engine)
+        yield engine
+
+
+@contextmanager
+def _one_device(
+    options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
+) -> Iterator[Engine]:
     pages = _num_pages(options, source, settings)
     # The daemon may own more of the device than was asked for; a request must fit what was.
     settings = replace(settings, max_tokens=pages * options.worker.block_tokens)
@@ -86,13 +100,36 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
         from engine_adapter.engine.loader import load_model
 
         tell("loading the weights")
-        engine = Engine(load_model(source, settings), blocks, settings)
-        if settings.device != "cpu":
-            tell("capturing graphs")
-            engine.prepare()
-        tell("warming up")
-        _warm_up(engine)
-        yield engine
+        yield Engine(load_model(source, settings), blocks, settings)
+
+
+@contextmanager
+def _several_devices(
+    options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
+) -> Iterator[Engine]:
+    """A shard of the model and of every page on each device, this process's own first."""
+    worker = options.worker
+    if options.store is not None:
+        raise ConfigError(
+            "worker.tensor_parallel: the store keeps the KV of one device a worker in this version: add --no-cache"
+        )
+    tell("loading torch")
+    from engine_adapter.engine.engine import Engine
+    from engine_adapter.engine.parallel.opening import open_parallel
+    from engine_adapter.engine.parallel.shard import shard_config
+
+    size = worker.tensor_parallel
+    shard = replace(source, config=shard_config(source.config, size))
+    pages = _num_pages(options, shard, settings)
+    settings = replace(settings, max_tokens=pages * worker.block_tokens)
+    tell("loading the weights")
+    with (
+        open_parallel(
+            source, settings, size=size, num_pages=pages, block_tokens=worker.block_tokens
+        ) as parallel,
+        _block_manager(options, shard, settings, pages) as blocks,
+    ):
+        yield Engine(parallel.loaded, blocks, settings, make_runner=parallel.make_runner)
 
 
 def model_source(worker: WorkerConfig) -> ModelSource:
