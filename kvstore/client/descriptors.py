@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.device import DeviceSpec, hbm_slots, slots_per_extent
 from kvstore.client.memory import DramListener, DramMemory, HbmMemory, SharedTables
-from kvstore.client.trust import alone, first_difference
+from kvstore.client.trust import first_difference
 from kvstore.errors import DeadlineExceeded, FailedPrecondition, KvstoreError, ResourceExhausted, Unavailable
 from kvstore.layout import Tier
 from kvstore.wire import descriptors as wire
@@ -28,6 +28,7 @@ from tiers.base import Device, Sharing
 __all__ = ["Descriptors", "MappedMemory"]
 
 _LOG = logging.getLogger("kvstore.client")
+_RETRY_S = 0.1
 _RANGE_FACTOR = 4
 """Address space beyond a session's own budget, for extents that other sessions of the device bring."""
 
@@ -200,20 +201,19 @@ class Descriptors:
     ) -> None:
         """Has the daemon forget what earlier workers left, where a sample of it is not what DRAM has.
 
-        Raises FailedPrecondition where it cannot, because somebody holds a slot.
+        Raises FailedPrecondition where it cannot, because a live session holds a slot.
         """
-        columns = memory.tables.columns
-        if not alone(columns, device=device, slot_bytes=self._slot_bytes):
-            return  # others use it, and have looked when they came
         ranges = [(extent.slot_base, extent.slots) for extent in extents]
-        slot = first_difference(columns, hbm, memory.dram, device=device, ranges=ranges)
+        slot = first_difference(memory.tables.columns, hbm, memory.dram, device=device, ranges=ranges)
         if slot is None:
             return
         _LOG.warning("HBM slot %d of an earlier worker differs from its DRAM copy: none of it is used", slot)
+        until = time.monotonic() + self._timeout_s
         for extent in extents:
-            answer = self._ask(memory, wire.Distrust(extent=extent.extent))
-            if isinstance(answer, wire.Refused):
-                raise FailedPrecondition(f"HBM that is not what it was cannot be dropped: {answer.text}")
+            while isinstance(answer := self._ask(memory, wire.Distrust(extent=extent.extent)), wire.Refused):
+                if time.monotonic() > until:
+                    raise FailedPrecondition(f"HBM that is not what it was cannot be dropped: {answer.text}")
+                time.sleep(_RETRY_S)  # a killed worker holds its slots until its DMA has surely ended
 
     def _give_extent(self, memory: MappedMemory, hbm: HbmMemory, slots: int) -> str | None:
         """Makes an extent and gives it to the store. Returns why it was refused; None: it was taken."""

@@ -14,22 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.memory import DramMemory, HbmMemory
-from kvstore.layout import NONE, Columns, SessionState, SlotState, State, Tier, states
+from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
 
-__all__ = ["alone", "first_difference"]
+__all__ = ["first_difference"]
 
 _SAMPLE_BLOCKS = 16
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
-
-
-def alone(columns: Columns, *, device: int, slot_bytes: int) -> bool:
-    """Whether a single session maps the HBM of this class: what it finds there, nobody else is using."""
-    of_class = columns.session_state != SessionState.FREE
-    of_class &= columns.session_device == device
-    of_class &= columns.session_slot_bytes == slot_bytes
-    return int(np.count_nonzero(of_class)) == 1
 
 
 def first_difference(

@@ -1,6 +1,6 @@
 """A worker that owns HBM of any kind, without an engine: stores a prompt, or says what it finds of it.
 
-python -m tests.support.hbm_worker SOCKET KIND fill|find [--sharing none] [--blocks N] [--hbm-bytes N]
+python -m tests.support.hbm_worker SOCKET KIND fill|find [--sharing none] [--blocks N] [--hbm-bytes N] [--timeout S]
 
 Prints one JSON line, then waits to be killed (`fill`) or ends (`find`).
 """
@@ -130,13 +130,13 @@ def main() -> None:
     parser.add_argument("--sharing", type=Sharing, default=Sharing.DESCRIPTORS)
     parser.add_argument("--blocks", type=int, default=48)
     parser.add_argument("--hbm-bytes", type=int, default=64 * MIB)
-    parser.add_argument("--name", default="hbm worker")
+    parser.add_argument("--timeout", type=float, default=_TIMEOUT_S)
     given = parser.parse_args()
     device = DeviceSpec(hbm_bytes=given.hbm_bytes, kind=given.kind, sharing=given.sharing)
-    with connect(given.socket, timeout_s=_TIMEOUT_S) as client:
+    with connect(given.socket, timeout_s=given.timeout) as client:
         try:
             session = client.attach(
-                given.name, geometry(), device, targets=Targets(credit=0, room=given.blocks)
+                "hbm worker", geometry(), device, targets=Targets(credit=0, room=given.blocks)
             )
         except KvstoreError as error:
             print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)

@@ -63,14 +63,17 @@ def test_hbm_that_is_not_what_it_was_is_not_used(service: Service, client: Make)
     release(service)
 
 
-def test_hbm_in_use_is_not_looked_at_again(service: Service, client: Make) -> None:
-    """A second worker would have had the blocks dropped that the first one reads."""
+def test_wrong_hbm_that_somebody_holds_is_shared_with_nobody(service: Service, client: Make) -> None:
+    """A second worker would have read the blocks of which it knew that they were wrong."""
     worker = HbmWorker(service.socket, "twin")
     _corrupt(service, worker.report["slots"][0], worker.report["slot_bytes"])
-    found = finds(service.socket, "twin")
-    assert found["outcomes"] == {"HIT_HBM": BLOCKS}
+    found = finds(service.socket, "twin", "--timeout", "1")
+    assert found["error"] == "FailedPrecondition"
+    assert "not what it was" in found["text"]
+    assert service.tier("hbm").sealed_slots == BLOCKS, "nothing is taken from the worker that holds it"
+    worker.process.kill()  # and at once, before its end is known:
+    assert finds(service.socket, "twin")["outcomes"] == {"HIT_DRAM": BLOCKS}
     worker.kill()
-    wait_for("the session's end", lambda: not service.stats().sessions)
     release(service)
 
 
