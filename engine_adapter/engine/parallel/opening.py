@@ -1,9 +1,9 @@
 """Opens a model over several devices: starts the members, loads the own shard, and ends all of them together."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -23,21 +23,21 @@ from engine_adapter.engine.source import ModelSource
 __all__ = ["ParallelModel", "open_parallel"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelModel:
-    """`loaded` is the own shard, as large as the engine's pages are to be; `make_runner` is for `Engine`."""
+    """`loaded` is the own shard, as large as the engine's pages are to be; `make_runner` is for one `Engine`."""
 
-    shard: LoadedShard
-    members: list[Member]
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self.shard.loaded
+    def __init__(self, shard: LoadedShard, members: Sequence[Member]) -> None:
+        self.loaded = shard.loaded
+        self.members = members
+        self._reduce = shard.reduce
+        self._has_runner = False
 
     def make_runner(self, loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
-        """The runner of all shards."""
-        own = make_shard_runner(loaded, pool, settings, self.shard.reduce)
-        return ParallelRunner(own, self.members)
+        """The runner of all shards. Once: each member has one, and they must all have done the same."""
+        if self._has_runner:
+            raise RuntimeError("the members have a runner already")
+        self._has_runner = True
+        return ParallelRunner(make_shard_runner(loaded, pool, settings, self._reduce), self.members)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def open_parallel(
             try:
                 for member in members:
                     member.await_ready()
-                yield ParallelModel(shard=shard, members=members)
+                yield ParallelModel(shard, members)
             finally:
                 for member in members:
                     member.part()
