@@ -14,7 +14,7 @@ from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tiers.memfd import map_memory, reserve, unmap
+from tiers.memfd import create_memfd, map_memory, reserve, unmap
 
 __all__ = ["GRANULARITY", "FakeCuda"]
 
@@ -138,8 +138,7 @@ class FakeCuda(ModuleType):
             return CUresult.CUDA_ERROR_INVALID_VALUE
         if self.used_bytes + nbytes > self.memory_bytes:
             return CUresult.CUDA_ERROR_OUT_OF_MEMORY
-        fd = os.memfd_create("fake-hbm")
-        os.ftruncate(fd, nbytes)
+        fd = create_memfd("fake-hbm", nbytes)
         return (self._handle(fd, getattr(properties, "requestedHandleTypes", None) == "fd"),)
 
     def cuMemRelease(self, handle: int) -> Any:

@@ -1,5 +1,7 @@
 """A worker that owns HBM of any kind, without an engine: stores a prompt, or says what it finds of it.
 
+KIND is "twin", "cuda" or "fake-cuda", the code of a GPU over a driver of host memory.
+
 python -m tests.support.hbm_worker SOCKET KIND fill|find [--sharing none] [--blocks N] [--hbm-bytes N] [--timeout S]
 
 Prints one JSON line, then waits to be killed (`fill`) or ends (`find`).
@@ -25,7 +27,9 @@ from kvstore.moves import Grant, Outcome
 from kvstore.units import MIB
 from kvstore.wire.packed import COPY, SEAL
 from tests.support.blocks import block_bytes, expected
+from tests.support.fake_cuda import FakeCuda
 from tests.support.worker import BLOCK_TOKENS, PARTS, geometry
+from tiers import hbm
 from tiers.base import Sharing
 
 __all__ = ["HbmWorker", "finds", "main"]
@@ -132,7 +136,10 @@ def main() -> None:
     parser.add_argument("--hbm-bytes", type=int, default=64 * MIB)
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S)
     given = parser.parse_args()
-    device = DeviceSpec(hbm_bytes=given.hbm_bytes, kind=given.kind, sharing=given.sharing)
+    if given.kind == "fake-cuda":
+        hbm._load_driver = FakeCuda
+    kind = given.kind.removeprefix("fake-")
+    device = DeviceSpec(hbm_bytes=given.hbm_bytes, kind=kind, sharing=given.sharing)
     with connect(given.socket, timeout_s=given.timeout) as client:
         try:
             session = client.attach(

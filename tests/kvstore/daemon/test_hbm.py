@@ -6,6 +6,9 @@ import mmap
 import os
 from collections.abc import Callable
 
+import grpc
+import pytest
+
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import Service, wait_for
 from tests.support.hbm_scenes import (
@@ -41,12 +44,14 @@ def _corrupt(service: Service, slot: int, slot_bytes: int) -> None:
     os.close(fd)
 
 
-def test_a_killed_worker_leaves_its_hbm(service: Service, client: Make) -> None:
-    a_killed_worker_leaves_its_hbm(service, "twin")
+@pytest.mark.parametrize("kind", ["twin", "fake-cuda"])
+def test_a_killed_worker_leaves_its_hbm(service: Service, client: Make, kind: str) -> None:
+    a_killed_worker_leaves_its_hbm(service, kind)
 
 
-def test_plain_hbm_goes_with_its_worker(service: Service, client: Make) -> None:
-    plain_hbm_goes_with_its_worker(service, "twin")
+@pytest.mark.parametrize("kind", ["twin", "fake-cuda"])
+def test_plain_hbm_goes_with_its_worker(service: Service, client: Make, kind: str) -> None:
+    plain_hbm_goes_with_its_worker(service, kind)
 
 
 def test_hbm_that_is_not_what_it_was_is_not_used(service: Service, client: Make) -> None:
@@ -89,9 +94,6 @@ def test_orphans_of_another_boot_or_driver_are_dropped(service: Service, client:
 
 def test_a_devices_number_means_one_device_at_a_time(service: Service, client: Make) -> None:
     """A worker that sees one GPU of two calls it device 0, and so does the other: their pages must not be mixed."""
-    import grpc
-    import pytest
-
     client().begin()
     with pytest.raises(grpc.RpcError, match="another one for session") as caught:
         client().attach(device=pb.Device(identity="another GPU"))
