@@ -186,7 +186,7 @@ def every(
 
 
 def plot(folder: Annotated[Path, typer.Argument(help="Folder that `kvstore bench all` wrote.")]) -> None:
-    """Draw the results in a folder; needs matplotlib (pip install 'kvstore[bench]')."""
+    """Draw the results in a folder; needs matplotlib (the extra `bench`)."""
     drawn = draw_folder(folder)
     if drawn is None:
         print("matplotlib is not installed (pip install 'kvstore[bench]'): results without plots")

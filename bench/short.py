@@ -33,11 +33,11 @@ _LEAST_S = 5.0
 _INTERRUPTED_S = 20.0
 _LIMITS_S = {
     "copy": 75.0,
-    "ttft": 150.0,
-    "decode": 75.0,
+    "ttft": 180.0,
+    "decode": 90.0,
     "prefill": 60.0,
     "lookup": 75.0,
-    "pressure": 200.0,
+    "pressure": 180.0,
     "interference": 90.0,
     "store": 60.0,
 }
