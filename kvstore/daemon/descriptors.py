@@ -17,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
+from kvstore.daemon.gathering import Gatherings
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.owner import Owner
@@ -175,6 +176,7 @@ class DescriptorServer:
         self._sessions = sessions
         self._memory = memory
         self._tables_fd = tables_fd
+        self._gatherings = Gatherings(memory, self._tell)
         self._listener: socket.socket | None = None
         self._strangers: set[_Connection] = set()
         self._members: dict[tuple[SessionId, int], _Connection] = {}
@@ -257,6 +259,8 @@ class DescriptorServer:
                     raise InvalidArgument("a new HBM extent carries one descriptor, its memory")
                 taken = True
                 await self._new_hbm(connection, connection.member, message, received.fds[0])
+            elif isinstance(message, wire.Refused) and connection.member is not None:
+                self._gatherings.fail(connection.member.session, connection.member.number, message.text)
             else:
                 raise InvalidArgument(f"{type(message).__name__} is not expected here")
         finally:
@@ -280,10 +284,24 @@ class DescriptorServer:
     def _send_first_set(self, connection: _Connection, session: Session) -> None:
         connection.send(wire.Tables(nbytes=os.fstat(self._tables_fd).st_size), [self._tables_fd])
         for tier in (Tier.DRAM, Tier.HBM):
-            for info, fd in self._memory.extents(tier):
+            for info, _ in self._memory.extents(tier):
                 if _concerns(info, session):
-                    connection.send(_extent_message(info), [fd])
+                    self._send_extent(connection, info)
         connection.send(wire.Ready())
+
+    def _send_extent(self, connection: _Connection, info: ExtentInfo) -> None:
+        """An extent, or that shard of it that is the member's."""
+        fds = self._memory.shards(info.extent)
+        number = 0 if connection.member is None or len(fds) == 1 else connection.member.number
+        if number < len(fds):
+            connection.send(_extent_message(info, len(fds)), [fds[number]])
+
+    def _tell(self, session: SessionId, number: int, message: wire.Message) -> None:
+        connection = self._members.get((session, number))
+        if connection is None:
+            self._gatherings.fail(session, number, "it is not there")
+        else:
+            connection.send(message)
 
     def send_again(self, connection: _Connection) -> None:
         """A member has missed something: it is sent everything, and passes over what it has."""
@@ -306,26 +324,31 @@ class DescriptorServer:
         fd: int,
     ) -> None:
         session = self._owner.sessions.get(member.session)
-        if session is None or session.device is None or message.slot_bytes != session.slot_bytes:
+        whole = session is not None and message.slot_bytes == session.slot_bytes
+        shard = session is not None and message.slot_bytes * session.members == session.slot_bytes
+        if session is None or session.device is None or not (whole or shard):
             os.close(fd)
             raise InvalidArgument("this session has no HBM of that slot size")
         connection.giving = fd
         try:
-            info = await self._memory.add_hbm(
-                session,
-                slots=message.slots,
-                nbytes=message.nbytes,
-                sharing=Sharing.DESCRIPTORS if isinstance(message, wire.NewHbm) else Sharing.NONE,
-                fd=fd,
-            )
+            if whole:
+                info = await self._memory.add_hbm(
+                    session,
+                    slots=message.slots,
+                    nbytes=message.nbytes,
+                    sharing=Sharing.DESCRIPTORS if isinstance(message, wire.NewHbm) else Sharing.NONE,
+                    fds=[fd],
+                )
+            else:
+                info = await self._gatherings.give(session, member.number, message, fd)
         finally:
             connection.giving = None
         connection.send(_accepted(info))
 
-    def _extent_added(self, info: ExtentInfo, fd: int) -> None:
+    def _extent_added(self, info: ExtentInfo, _fd: int) -> None:
         for connection in self._told(info):
-            if connection.giving != fd:
-                connection.send(_extent_message(info), [fd])
+            if connection.giving not in self._memory.shards(info.extent):
+                self._send_extent(connection, info)
 
     def _extent_dropped(self, info: ExtentInfo) -> None:
         for connection in self._told(info):
@@ -366,6 +389,7 @@ class DescriptorServer:
             self.disconnect(connection)
         else:
             connection.stop()
+            self._gatherings.fail(member.session, member.number, "it has gone")
             member.life.socket_closed()
 
     def disconnect(self, connection: _Connection) -> None:
@@ -391,14 +415,14 @@ def _accepted(info: ExtentInfo) -> wire.Accepted:
     return wire.Accepted(extent=info.extent, slot_base=info.slot_base, slots=info.slots)
 
 
-def _extent_message(info: ExtentInfo) -> wire.Extent:
+def _extent_message(info: ExtentInfo, shards: int) -> wire.Extent:
     cut = info.slot_bytes > 0
     return wire.Extent(
         tier=int(info.tier),
         device=info.device,
         extent=info.extent,
-        nbytes=info.nbytes,
+        nbytes=info.nbytes // shards,
         slot_base=info.slot_base if cut else 0,
         slots=info.slots if cut else 0,
-        slot_bytes=info.slot_bytes,
+        slot_bytes=info.slot_bytes // shards,
     )

@@ -157,9 +157,12 @@ class Devices:
         self._memory.distrust_devices(lambda device: self._may_be(device, fault.uuid), fault.reason)
 
     def _may_be(self, device: int, uuid: str) -> bool:
-        """Whether a device's number stands for a GPU, or nobody has said what it stands for since the start."""
+        """Whether a device's number stands for a GPU, or nobody has said what it stands for since the start.
+
+        A group of processes names the GPUs of all of them, with commas between.
+        """
         known = self._known.get(device, (pb.DEVICE_KIND_UNSPECIFIED, ""))[1]
-        return known in ("", uuid)
+        return not known or uuid in known.split(",")
 
     # ------------------------------------------------------------ the thread
 

@@ -15,11 +15,16 @@ DISTRUSTED = (1 << 64) - 1
 _MAX_IDENTITY_BYTES = 256
 
 
-def device_digest(identity: str) -> int:
-    """64 bits of an identity. Raises InvalidArgument where it is too long."""
+def device_digest(identity: str, members: int = 1) -> int:
+    """64 bits of an identity. Raises InvalidArgument where it is too long.
+
+    HBM of a group of `members` processes is for groups of as many: each has a shard of it.
+    """
     encoded = identity.encode()
     if len(encoded) > _MAX_IDENTITY_BYTES:
         raise InvalidArgument(f"the identity of a device is longer than {_MAX_IDENTITY_BYTES} bytes")
+    if members > 1:
+        encoded += f" of {members} processes".encode()
     if not encoded:
         return NOT_STATED
     digest = hashlib.blake2b(encoded, digest_size=8, person=b"kvstore.device").digest()

@@ -1,7 +1,8 @@
 """Memory that outlives the daemon: the extents' descriptors, growth of DRAM behind a ready daemon, orphaned HBM.
 
 An extent is in the keeper before the store knows it, so a block can never be in memory that the next daemon would not
-find. Extents enter one at a time under a lock: their number, which names the descriptor, is known beforehand.
+find. Extents enter one at a time under a lock: their number, which names the descriptor, is known beforehand. HBM of
+a group of processes has one shard a process, each with a descriptor, and all of them enter and leave together.
 Owner loop only; allocation runs in a thread.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,9 +60,9 @@ class Owned:
     plain_bytes: int  # of these, gone with their process
 
 
-def descriptor_name(tier: Tier, extent: int) -> str:
-    """What the keeper calls an extent."""
-    return f"{tier.name.lower()}-{extent}"
+def descriptor_name(tier: Tier, extent: int, shard: int = 0) -> str:
+    """What the keeper calls an extent, or a later shard of it."""
+    return f"{tier.name.lower()}-{extent}" + (f".{shard}" if shard else "")
 
 
 def extent_plan(config: ServeConfig) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class Memory:
         self._owner = owner
         self._kept = kept
         self._columns = columns
-        self._fds: dict[ExtentId, int] = {}
+        self._fds: dict[ExtentId, tuple[int, ...]] = {}  # one a shard
         self._dram_extents = 0
         self._lock = asyncio.Lock()
         self._orphan_since_s: dict[ExtentId, float] = {}
@@ -91,15 +92,19 @@ class Memory:
         self._on_extent.append(on_extent)
         self._on_drop.append(on_drop)
 
-    def adopt(self, info: ExtentInfo, fd: int) -> None:
-        """An extent that the keeper had, already in the tables; nobody is told."""
-        self._fds[info.extent] = fd
+    def adopt(self, info: ExtentInfo, fds: Sequence[int]) -> None:
+        """An extent that the keeper had, already in the tables; nobody is told. `fds`: of its shards, in order."""
+        self._fds[info.extent] = tuple(fds)
         self._dram_extents += info.tier is Tier.DRAM
 
     def extents(self, tier: Tier) -> list[tuple[ExtentInfo, int]]:
-        """Extents of a tier with their descriptors, by slot position."""
+        """Extents of a tier with their descriptors (of a sharded one, its first shard's), by slot position."""
         infos = [info for info in self._owner.store.extents(tier) if info.extent in self._fds]
-        return [(info, self._fds[info.extent]) for info in sorted(infos, key=lambda info: info.slot_base)]
+        return [(info, self._fds[info.extent][0]) for info in sorted(infos, key=lambda info: info.slot_base)]
+
+    def shards(self, extent: ExtentId) -> tuple[int, ...]:
+        """Descriptors of the shards of an extent, one where it is whole."""
+        return self._fds[extent]
 
     # ------------------------------------------------------------ arriving
 
@@ -110,11 +115,11 @@ class Memory:
         device: int,
         nbytes: int,
         slot_bytes: int,
-        fd: int,
+        fds: Sequence[int],
         identity: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> ExtentInfo:
-        """Keeper first, then the store, then everybody who maps it. `fd` becomes ours, also on failure.
+        """Keeper first, then the store, then everybody who maps it. `fds` become ours, also on failure.
 
         `check` raises where it may not enter; nothing else enters between it and this extent.
         """
@@ -124,8 +129,8 @@ class Memory:
                 free = np.flatnonzero(self._columns.extent_state == ExtentState.FREE)
                 if not len(free):
                     raise ResourceExhausted(f"all {len(self._columns.extent_state)} extents are in use")
-                name = descriptor_name(tier, int(free[0]))
-                await self._kept.add({name: fd})
+                names = [descriptor_name(tier, int(free[0]), shard) for shard in range(len(fds))]
+                await self._kept.add(dict(zip(names, fds, strict=True)))
                 fault("extent.stored")
                 try:
                     extent = self._owner.store.add_extent(
@@ -137,28 +142,30 @@ class Memory:
                         identity=identity,
                     )
                 except KvstoreError:
-                    self._kept.remove([name])
+                    self._kept.remove(names)
                     raise
         except BaseException:
-            os.close(fd)
+            _close_all(fds)
             raise
-        self._fds[extent] = fd
+        self._fds[extent] = tuple(fds)
         self._dram_extents += tier is Tier.DRAM
         info = next(info for info in self._owner.store.extents(tier) if info.extent == extent)
         for listener in self._on_extent:
-            listener(info, fd)
+            listener(info, fds[0])
         self._owner.settle_soon()
         return info
 
     async def add_dram(self, nbytes: int) -> None:
         """One more DRAM extent. Raises ResourceExhausted where memory is short."""
         fd = await asyncio.to_thread(create_memfd, "kvstore-dram", nbytes)
-        await self._enter(tier=Tier.DRAM, device=0, nbytes=nbytes, slot_bytes=0, fd=fd)
+        await self._enter(tier=Tier.DRAM, device=0, nbytes=nbytes, slot_bytes=0, fds=[fd])
 
     async def add_hbm(
-        self, session: Session, *, slots: int, nbytes: int, sharing: Sharing, fd: int
+        self, session: Session, *, slots: int, nbytes: int, sharing: Sharing, fds: Sequence[int]
     ) -> ExtentInfo:
-        """An HBM extent that a worker made. `fd` becomes ours, also on failure.
+        """An HBM extent that a worker made, or the processes of a group: then with one descriptor for each shard.
+
+        `nbytes` is its size, all shards together. `fds` become ours, also on failure.
 
         Raises ResourceExhausted where the device's pages of that size, which all its workers share, would become more
         than the giver's own budget: so two workers that start at once make one pool and not two.
@@ -168,18 +175,19 @@ class Memory:
                 raise InvalidArgument("this session owns no HBM")
             if nbytes != slots * session.slot_bytes or not slots:
                 raise InvalidArgument(f"{nbytes} bytes are not {slots} slots of {session.slot_bytes}")
-            _check_descriptor(fd, nbytes, sharing)
+            for fd in fds:
+                _check_descriptor(fd, nbytes // len(fds), sharing)
         except BaseException:
-            os.close(fd)
+            _close_all(fds)
             raise
         info = await self._enter(
             tier=Tier.HBM,
             device=session.device,
             nbytes=nbytes,
             slot_bytes=session.slot_bytes,
-            fd=fd,
+            fds=fds,
             identity=session.identity,
-            check=lambda: self._check_hbm(session, nbytes, sharing),
+            check=lambda: self._check_hbm(session, nbytes, sharing, len(fds)),
         )
         if sharing is Sharing.NONE and (topic := f"plain {info.device}") not in self._owner.warnings:
             text = f"HBM of device {info.device} cannot be exported: its blocks go with their worker"
@@ -187,7 +195,7 @@ class Memory:
             _LOG.warning("plain hbm", device=info.device, session=session.id)
         return info
 
-    def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing) -> None:
+    def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing, shards: int) -> None:
         device = session.device
         infos = [info for info, _ in self.extents(Tier.HBM) if info.device == device]
         shared = sum(info.nbytes for info in infos if info.slot_bytes == session.slot_bytes)
@@ -196,8 +204,10 @@ class Memory:
                 f"device {device} has {format_size(shared)} of the {format_size(session.hbm_bytes)} "
                 "that this session may have"
             )
-        used, most = sum(info.nbytes for info in infos), self._owner.config.hbm_bytes
-        if used + nbytes > most:
+        # A shard is on a device of its own; all of an extent counts for the first one, whose number it has.
+        used = sum(info.nbytes // len(self._fds[info.extent]) for info in infos)
+        most = self._owner.config.hbm_bytes
+        if used + nbytes // shards > most:
             raise ResourceExhausted(f"device {device} has {format_size(used)} of at most {format_size(most)}")
         if sharing is Sharing.NONE and len(self._mapping(session.device, session.slot_bytes)) > 1:
             raise FailedPrecondition("another session would need this memory, which its driver cannot export")
@@ -237,10 +247,10 @@ class Memory:
                     f"device {device} is another one for session {session.name!r}: give this one another index"
                 )
         budget = hbm_bytes
-        for info, fd in self.extents(Tier.HBM):
+        for info, _ in self.extents(Tier.HBM):
             if info.device != device:
                 continue
-            plain, same_class = _is_plain(info, fd), info.slot_bytes == slot_bytes
+            plain, same_class = self._is_plain(info), info.slot_bytes == slot_bytes
             if not self._orphaned(info):
                 if plain and same_class:
                     raise ResourceExhausted(
@@ -255,11 +265,11 @@ class Memory:
     def sweep(self) -> None:
         """Drops HBM that no live session has mapped for the configured time; at once where it is of no use any more."""
         now_s = asyncio.get_running_loop().time()
-        orphans = {info.extent: (info, fd) for info, fd in self.extents(Tier.HBM) if self._orphaned(info)}
+        orphans = {info.extent: info for info, _ in self.extents(Tier.HBM) if self._orphaned(info)}
         self._orphan_since_s = {extent: self._orphan_since_s.get(extent, now_s) for extent in orphans}
-        for extent, (info, fd) in orphans.items():
+        for extent, info in orphans.items():
             old = now_s - self._orphan_since_s[extent] >= self._owner.config.orphan_ttl_s
-            if old or info.identity == DISTRUSTED or _is_plain(info, fd):
+            if old or info.identity == DISTRUSTED or self._is_plain(info):
                 self.drop(info)
 
     def release(self, device: int) -> Released:
@@ -277,8 +287,9 @@ class Memory:
     def drop(self, info: ExtentInfo) -> None:
         """Takes one HBM extent out of the store, then lets its memory go."""
         self._owner.store.drop_extent(info.extent)
-        self._kept.remove([descriptor_name(info.tier, info.extent)])
-        os.close(self._fds.pop(info.extent))
+        fds = self._fds.pop(info.extent)
+        self._kept.remove([descriptor_name(info.tier, info.extent, shard) for shard in range(len(fds))])
+        _close_all(fds)
         self._owner.warnings.pop(f"plain {info.device}", None)
         self._owner.counters.add("orphan_bytes_dropped_total", info.nbytes)
         _LOG.info("hbm extent dropped", device=info.device, extent=info.extent, size=format_size(info.nbytes))
@@ -304,7 +315,7 @@ class Memory:
         `concerned` says of a device's number whether it is, or may be, that GPU. Twins are not.
         """
         for info, fd in self.extents(Tier.HBM):
-            host = stat.S_ISREG(os.fstat(fd).st_mode) and not _is_plain(info, fd)
+            host = stat.S_ISREG(os.fstat(fd).st_mode) and not self._is_plain(info)
             if host or info.identity == DISTRUSTED or not concerned(info.device):
                 continue
             self._owner.store.disown_extent(info.extent, DISTRUSTED)
@@ -321,14 +332,20 @@ class Memory:
     def owned_bytes(self) -> dict[int, Owned]:
         """HBM of each device that has some."""
         found: dict[int, Owned] = {}
-        for info, fd in self.extents(Tier.HBM):
+        for info, _ in self.extents(Tier.HBM):
             had = found.get(info.device, Owned(total_bytes=0, orphan_bytes=0, plain_bytes=0))
             found[info.device] = Owned(
                 total_bytes=had.total_bytes + info.nbytes,
                 orphan_bytes=had.orphan_bytes + info.nbytes * self._orphaned(info),
-                plain_bytes=had.plain_bytes + info.nbytes * _is_plain(info, fd),
+                plain_bytes=had.plain_bytes + info.nbytes * self._is_plain(info),
             )
         return found
+
+    def _is_plain(self, info: ExtentInfo) -> bool:
+        """Whether an extent's descriptor only stands for memory that goes with its process."""
+        fds = self._fds[info.extent]
+        status = os.fstat(fds[0])
+        return stat.S_ISREG(status.st_mode) and status.st_size < info.nbytes // len(fds)
 
     def _orphaned(self, info: ExtentInfo) -> bool:
         """Whether no session, in whatever state, can have it mapped."""
@@ -354,7 +371,6 @@ def _check_descriptor(fd: int, nbytes: int, sharing: Sharing) -> None:
         check_sealed(fd, nbytes)
 
 
-def _is_plain(info: ExtentInfo, fd: int) -> bool:
-    """Whether an extent's descriptor only stands for memory that goes with its process."""
-    status = os.fstat(fd)
-    return stat.S_ISREG(status.st_mode) and status.st_size < info.nbytes
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

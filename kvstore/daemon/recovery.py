@@ -154,12 +154,14 @@ def match_descriptors(
 def _match_extents(owner: Owner, memory: Memory, left: dict[str, int]) -> None:
     for tier in (Tier.DRAM, Tier.HBM):
         for info in owner.store.extents(tier):
-            fd = left.pop(descriptor_name(tier, info.extent), None)
-            if fd is None:
+            fds: list[int] = []
+            while (fd := left.pop(descriptor_name(tier, info.extent, len(fds)), None)) is not None:
+                fds.append(fd)
+            if not fds:
                 _LOG.warning("extent without its memory", tier=tier.name.lower(), extent=info.extent)
                 owner.store.drop_extent(info.extent)
             else:
-                memory.adopt(info, fd)
+                memory.adopt(info, fds)
 
 
 def _match_sessions(owner: Owner, sessions: Sessions, columns: Columns, left: dict[str, int]) -> list[Member]:

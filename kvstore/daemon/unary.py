@@ -85,7 +85,7 @@ class Unary:
             raise InvalidArgument(f"at most {_MAX_MEMBERS} members, not {members}")
         device = self._device(request)
         token = secrets.token_bytes(TOKEN_BYTES)
-        identity = device_digest(request.device.identity)
+        identity = device_digest(request.device.identity, members)
         if device is not None:
             self._memory.make_room(device, geometry.slot_bytes, request.hbm_bytes, identity)
             self._devices.attached(device, request.device.kind, request.device.uuid)

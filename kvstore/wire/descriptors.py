@@ -7,13 +7,20 @@ that it may map; then the same connection is its liveness socket and stays open 
                       Distrust {extent}                    NewPlainHbm, as NewHbm, + fd of a placeholder
     daemon → member   Tables {nbytes} + fd                 Extent {…} + fd            Ready {}
                       Accepted {extent, slot_base, slots}  Refused {text}             Dropped {tier, extent}
+                      Wanted {nbytes, slots, slot_bytes}
 
 The answer to NewHbm, NewPlainHbm and Distrust is Accepted or Refused, one for each, in order; Extent and Dropped may
 come between at any time. Refused in place of the first Tables means that the Hello was not accepted; the daemon then
-closes. A restarted daemon sends Tables, every Extent and Ready again: a member passes over what it has. The socket is
-AF_UNIX SOCK_SEQPACKET, so one packet is one message. All numbers are little-endian; each packet starts with a magic,
-the protocol version and its kind. Standard library only; calls block or not as the given socket does. Not thread-safe
-per socket.
+closes. A restarted daemon sends Tables, every Extent and Ready again: a member passes over what it has.
+
+In a group of N processes an HBM extent has N shards, one a process, with the same slot numbers and an N-th of the
+bytes each. Member 0 gives its own as any worker does (`slot_bytes` says that it is a shard); the daemon asks each other
+member by Wanted, which answers with NewHbm (or NewPlainHbm), or with Refused. All of them are then Accepted or Refused
+together, and each is sent its own shard of the extents that are there.
+
+The socket is AF_UNIX SOCK_SEQPACKET, so one packet is one message. All numbers are little-endian; each packet starts
+with a magic, the protocol version and its kind. Standard library only; calls block or not as the given socket does. Not
+thread-safe per socket.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ __all__ = [
     "Received",
     "Refused",
     "Tables",
+    "Wanted",
     "descriptor_path",
     "pack",
     "parse",
@@ -82,6 +90,7 @@ class Kind(IntEnum):
     DROPPED = 8
     NEW_PLAIN_HBM = 9
     DISTRUST = 10
+    WANTED = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +163,15 @@ class Distrust:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Member 0 of a group has given its shard of an HBM extent: this member is to give its own, of this size."""
+
+    nbytes: int
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """The HBM extent is kept by the keeper and known to the store under these slots."""
 
@@ -177,7 +195,9 @@ class Dropped:
     extent: int
 
 
-Message = Hello | Tables | Extent | Ready | NewHbm | NewPlainHbm | Distrust | Accepted | Refused | Dropped
+Message = (
+    Hello | Tables | Extent | Ready | NewHbm | NewPlainHbm | Distrust | Wanted | Accepted | Refused | Dropped
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +235,8 @@ def pack(message: Message) -> bytes:
             kind, body = Kind.NEW_PLAIN_HBM, _NEW_HBM.pack(message.nbytes, message.slots, message.slot_bytes)
         case Distrust():
             kind, body = Kind.DISTRUST, _DISTRUST.pack(message.extent)
+        case Wanted():
+            kind, body = Kind.WANTED, _NEW_HBM.pack(message.nbytes, message.slots, message.slot_bytes)
         case Accepted():
             kind, body = Kind.ACCEPTED, _ACCEPTED.pack(message.extent, message.slot_base, message.slots)
         case Refused():
@@ -269,6 +291,9 @@ def _parse_body(kind: int, body: bytes) -> Message:
         case Kind.NEW_PLAIN_HBM:
             nbytes, slots, slot_bytes = _NEW_HBM.unpack(body)
             return NewPlainHbm(nbytes=nbytes, slots=slots, slot_bytes=slot_bytes)
+        case Kind.WANTED:
+            nbytes, slots, slot_bytes = _NEW_HBM.unpack(body)
+            return Wanted(nbytes=nbytes, slots=slots, slot_bytes=slot_bytes)
         case Kind.DISTRUST:
             return Distrust(extent=_DISTRUST.unpack(body)[0])
         case Kind.ACCEPTED:

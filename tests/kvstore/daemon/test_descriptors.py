@@ -49,6 +49,9 @@ class FakeMemory:
     def extents(self, tier: Tier) -> list[tuple[Any, int]]:
         return [(info, self.fd) for info in self.infos if info.tier is tier]
 
+    def shards(self, _extent: int) -> tuple[int, ...]:
+        return (self.fd,)
+
     def add(self, number: int) -> None:
         self.infos.append(extent(number))
         self.on_extent(self.infos[-1], self.fd)

@@ -22,6 +22,7 @@ MESSAGES: list[wire.Message] = [
     wire.Dropped(tier=1, extent=4),
     wire.NewPlainHbm(nbytes=1 << 33, slots=8192, slot_bytes=1 << 20),
     wire.Distrust(extent=65535),
+    wire.Wanted(nbytes=1 << 32, slots=8192, slot_bytes=1 << 19),
 ]
 
 
