@@ -126,10 +126,11 @@ class CudaDevice:
         return HbmTier(self, capacity_bytes)
 
     def close(self) -> None:
-        """See Device."""
+        """See Device. A context with a sticky error is left to the end of the process."""
         if self._context is not None:
             self._context = None
-            self.call("cuDevicePrimaryCtxRelease", self._handle)
+            with contextlib.suppress(CudaError):
+                self.call("cuDevicePrimaryCtxRelease", self._handle)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

@@ -70,6 +70,7 @@ class Descriptors:
         `device` is what `spec` names, opened by the caller, who closes it after the memory.
         """
         self._range = hbm_range
+        self._inherited = hbm_range is not None
         self._listener = listener
         self._spec = spec
         self._device = device
@@ -153,10 +154,20 @@ class Descriptors:
             self._receive_extents(memory, hbm)
             if known is None and self._spec is not None and self._device is not None and self._spec.hbm_bytes:
                 self._map_hbm(memory, hbm, self._spec, self._device)
+        except BaseException:
+            if known is None:
+                self._unmap(memory)
+            raise
         finally:
             for item in hbm:
                 item.close()
         return memory
+
+    def _unmap(self, memory: MappedMemory) -> None:
+        """Lets what a failed opening has mapped go, with the exception of a range that was there before."""
+        memory.dram.close()
+        if self._range is not None and not self._inherited:
+            self._range.close()
 
     def _receive_extents(self, memory: MappedMemory, hbm: list[wire.Received]) -> None:
         while True:

@@ -4,7 +4,7 @@ KIND is "twin", "cuda" or "fake-cuda", the code of a GPU over a driver of host m
 
 python -m tests.support.hbm_worker SOCKET KIND fill|find [--sharing none] [--blocks N] [--hbm-bytes N] [--timeout S]
 
-Prints one JSON line, then waits to be killed (`fill`) or ends (`find`).
+Prints one JSON line, then waits to be killed or for the end of its input (`fill`) or ends (`find`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class HbmWorker:
     """A worker that has filled its HBM with a prompt's blocks, which are in DRAM too, and waits."""
 
     def __init__(self, socket: str, kind: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(_command(socket, kind, "fill", *arguments), stdout=subprocess.PIPE)
+        command = _command(socket, kind, "fill", *arguments)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the worker ended early"
@@ -51,7 +52,9 @@ class HbmWorker:
         """SIGKILL, and reaps it."""
         self.process.kill()
         self.process.wait(_TIMEOUT_S)
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -154,7 +157,7 @@ def main() -> None:
             work = _fill if given.mode == "fill" else _find
             print(json.dumps({"pid": os.getpid(), **work(session, namespace, hashes)}), flush=True)
             if given.mode == "fill":
-                time.sleep(600)
+                sys.stdin.buffer.read()  # ends with the test, whatever becomes of that
 
 
 if __name__ == "__main__":

@@ -361,3 +361,18 @@ def test_eight_threads_of_one_process_may_use_eight_sessions(service: Service) -
         thread.join(60)
     assert failures == []
     assert service.faults() == []
+
+
+def test_an_opening_that_fails_leaves_nothing_mapped(service: Service, client: Client) -> None:
+    """Each failed attempt to attach kept the DRAM that it had mapped, and pinned, until the process ended."""
+
+    def maps() -> int:
+        return sum("kvstore-dram" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = maps()
+    too_much = DeviceSpec(hbm_bytes=1 << 50)
+    for _ in range(3):
+        with pytest.raises(KvstoreError):
+            client.attach("too much", geometry(), too_much)
+    assert maps() == before
+    wait_for("no session", lambda: not service.stats().sessions)
