@@ -1,10 +1,11 @@
 """`kvstore bench copy`: how fast blocks move between HBM and DRAM, beside raw copies of the same bytes.
 
-Each direction and both at once, by block size; scattered blocks, runs of eight neighbours, and one block alone, which
-shows what a batch costs before and after its bytes. Beside it, in this process and in turns, one raw copy of as many
-bytes, and a loop of one call a block where blocks are so large that a loop in Python says something. Times run from
-`submit` to `done`. Medians over all rounds but a first one, which is not counted; ratios are of each round. One GB is
-10^9 bytes. Without a CUDA device: the twin's copier over host memory.
+Each direction and both at once, by block size; scattered blocks, pages (small blocks that are neighbours on the host
+alone), runs of eight neighbours, and one block alone, which shows what a batch costs before and after its bytes. Beside
+it, in this process and in turns, one raw copy of as many bytes, and a loop of one call a block where blocks are so
+large that a loop in Python says something. Times run from the call of `submit` to the call of `done`, and for a raw
+copy until the thread that issued it has seen its end. Medians over all rounds but a first one, which is not counted;
+ratios are of each round. One GB is 10^9 bytes. Without a CUDA device: the twin's copier over host memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bench.copy_places import PATTERNS, Places, placed
 from bench.copy_sides import HOST_NAME, CopyBed, open_bed
 from bench.report import Figure
 from bench.timing import median
@@ -38,20 +39,17 @@ __all__ = [
     "default_plan",
     "figures",
     "measure",
-    "placed",
     "race",
     "transfer",
 ]
 
-U64 = NDArray[np.uint64]
-
 _COPY_S = 120.0
-_RUN_BLOCKS = 8
 _LOOP_FROM_BYTES = 256 << 10
 _CHECKED = 64
 _ONE_ROUNDS = 10
 """Times as many where a round is one block."""
 _KIB, _MIB = 1 << 10, 1 << 20
+_LARGE_FROM_BYTES = 1 * _MIB
 WAYS: Mapping[str, tuple[Direction, ...]] = {
     "load": (Direction.LOAD,),
     "store": (Direction.STORE,),
@@ -62,24 +60,33 @@ WAYS: Mapping[str, tuple[Direction, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """Sizes of one run, in bytes; `nbytes` is what a round moves each way."""
+    """Sizes of one run, in bytes."""
 
     block_bytes: tuple[int, ...]
     nbytes: int
+    """What a round moves each way, of blocks of at least 1 MiB."""
     rounds: int
-    patterns: tuple[str, ...] = ("scattered", "runs", "one")
+    patterns: tuple[str, ...] = PATTERNS
+    small_nbytes: int = 0
+    """The same of smaller blocks; 0: as much."""
+
+    def round_bytes(self, block_bytes: int) -> int:
+        """What a round of such blocks moves each way."""
+        return self.nbytes if block_bytes >= _LARGE_FROM_BYTES else self.small_nbytes or self.nbytes
 
 
 FULL = CopyPlan(
     block_bytes=tuple(size * _KIB for size in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
-    nbytes=2048 * _MIB,
+    nbytes=8192 * _MIB,
+    small_nbytes=2048 * _MIB,
     rounds=7,
 )
 SHORT = CopyPlan(
     block_bytes=tuple(size * _KIB for size in (32, 64, 256, 4096)),
-    nbytes=1024 * _MIB,
+    nbytes=4096 * _MIB,
+    small_nbytes=2048 * _MIB,
     rounds=5,
-    patterns=("scattered", "one"),
+    patterns=("scattered", "pages", "one"),
 )
 TWIN = CopyPlan(block_bytes=(64 * _KIB, 1024 * _KIB), nbytes=64 * _MIB, rounds=5)
 
@@ -96,6 +103,8 @@ class CopyLeg:
     loop_gb_per_s: float | None
     ratio: float
     """Median over the rounds of raw time / our time."""
+    beyond_raw_us: float
+    """Median over the rounds of our time - raw time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +138,8 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
     for leg in result["legs"]:
         name = f"{leg['way']} {leg['pattern']} {leg['block_bytes'] // _KIB:,} KiB"
         found.append(Figure(name=name, value=leg["gb_per_s"], unit="GB/s", larger_is_better=True))
+        if leg["pattern"] == "one":
+            found.append(Figure(name=f"{name}, beyond raw", value=leg["beyond_raw_us"], unit="µs"))
         stated = result["device"] != HOST_NAME and leg["pattern"] != "one"
         must = bound(leg["way"], leg["block_bytes"]) if stated else None
         found.append(
@@ -145,97 +156,89 @@ def measure(plan: CopyPlan, say: Callable[[str], None]) -> CopyResult:
         legs = []
         for block_bytes in plan.block_bytes:
             for pattern in plan.patterns:
+                if pattern == "pages" and block_bytes >= _LARGE_FROM_BYTES:
+                    continue
                 say(f"{bed.name}: {pattern} blocks of {block_bytes:,} bytes")
-                sources, targets = placed(plan.nbytes, block_bytes, pattern)
-                transfer(bed, copier, WAYS["both"], sources, targets, block_bytes)
-                _check(bed, sources, targets, block_bytes)
-                legs += [
-                    _leg(bed, copier, plan, way=way, pattern=pattern, block_bytes=block_bytes) for way in WAYS
-                ]
+                places = placed(plan.round_bytes(block_bytes), block_bytes, pattern)
+                transfer(bed, copier, WAYS["both"], places)
+                _check(bed, places)
+                legs += [_leg(bed, copier, plan, way, pattern, places) for way in WAYS]
         copier.close(_COPY_S)
         return CopyResult(device=bed.name, nbytes=plan.nbytes, legs=legs)
 
 
-def transfer(
-    bed: CopyBed, copier: Copier, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int
-) -> None:
-    """Copies blocks each way and waits until all have arrived; addresses are within an area.
+def transfer(bed: CopyBed, copier: Copier, directions: Sequence[Direction], places: Places) -> float:
+    """Copies blocks each way and waits until all have arrived; when the last did, of time.perf_counter.
 
     Raises: DeadlineExceeded.
     """
-    waiting = []
+    waiting, ends = [], []
     for direction in directions:
         area = bed.areas[direction]
         done = threading.Event()
+
+        def arrived(done: threading.Event = done) -> None:
+            ends.append(time.perf_counter())
+            done.set()
+
         batch = CopyBatch(
             direction=direction,
-            sources=sources + np.uint64(area.source),
-            targets=targets + np.uint64(area.target),
-            nbytes=nbytes,
-            done=done.set,
+            sources=places.sources(direction) + np.uint64(area.source),
+            targets=places.targets(direction) + np.uint64(area.target),
+            nbytes=places.nbytes,
+            done=arrived,
         )
         taken = copier.submit(batch)
         assert taken, "an idle copier takes any batch"
         waiting.append(done)
     if not all(done.wait(_COPY_S) for done in waiting):
         raise DeadlineExceeded(f"a copy took more than {_COPY_S:g} s")
+    return max(ends)
 
 
-def race(rounds: int, sides: Sequence[Callable[[], None]]) -> list[list[float]]:
-    """Seconds of each side and round. The sides take turns, and another one goes first in every round."""
+def race(rounds: int, sides: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """Seconds of each side and round. The sides take turns, and another one goes first in every round.
+
+    A side says when it ended, of time.perf_counter.
+    """
     times: list[list[float]] = [[] for _ in sides]
     for i in range(rounds + 1):
         for j in range(len(sides)):
             side = (i + j) % len(sides)
             start = time.perf_counter()
-            sides[side]()
-            times[side].append(time.perf_counter() - start)
+            times[side].append(sides[side]() - start)
     return [taken[1:] for taken in times]
 
 
-def _leg(
-    bed: CopyBed, copier: Copier, plan: CopyPlan, *, way: str, pattern: str, block_bytes: int
-) -> CopyLeg:
+def _leg(bed: CopyBed, copier: Copier, plan: CopyPlan, way: str, pattern: str, places: Places) -> CopyLeg:
     directions = WAYS[way]
-    sources, targets = placed(plan.nbytes, block_bytes, pattern)
-    moved = len(sources) * block_bytes * len(directions)
+    moved = places.total_bytes * len(directions)
     sides = [
-        partial(transfer, bed, copier, directions, sources, targets, block_bytes),
-        partial(bed.raw, directions, len(sources) * block_bytes),
+        partial(transfer, bed, copier, directions, places),
+        partial(bed.raw, directions, places.total_bytes),
     ]
-    if block_bytes >= _LOOP_FROM_BYTES and pattern != "one":
-        sides.append(partial(bed.loop, directions, sources, targets, block_bytes))
+    if places.nbytes >= _LOOP_FROM_BYTES and pattern != "one":
+        sides.append(partial(bed.loop, directions, places))
     ours, raw, *loop = race(plan.rounds * (_ONE_ROUNDS if pattern == "one" else 1), sides)
+    pairs = list(zip(ours, raw, strict=True))
     return CopyLeg(
         way=way,
         pattern=pattern,
-        block_bytes=block_bytes,
+        block_bytes=places.nbytes,
         gb_per_s=moved / median(ours) / 1e9,
         raw_gb_per_s=moved / median(raw) / 1e9,
         loop_gb_per_s=moved / median(loop[0]) / 1e9 if loop else None,
-        ratio=median([theirs / own for own, theirs in zip(ours, raw, strict=True)]),
+        ratio=median([theirs / own for own, theirs in pairs]),
+        beyond_raw_us=median([own - theirs for own, theirs in pairs]) * 1e6,
     )
 
 
-def placed(nbytes: int, block_bytes: int, pattern: str) -> tuple[U64, U64]:
-    """[n] places of blocks within their areas, anywhere on both sides: scattered, in runs, or just one."""
-    rng = np.random.default_rng(block_bytes)
-    step = _RUN_BLOCKS if pattern == "runs" else 1
-    groups = 1 if pattern == "one" else nbytes // block_bytes // step
-    sources, targets = (
-        ((rng.permutation(groups) * step)[:, None] + np.arange(step)).ravel().astype(np.uint64)
-        * np.uint64(block_bytes)
-        for _ in range(2)
-    )
-    return sources, targets
-
-
-def _check(bed: CopyBed, sources: U64, targets: U64, block_bytes: int) -> None:
+def _check(bed: CopyBed, places: Places) -> None:
     """Compares the first and the last blocks of both directions."""
+    count, nbytes = len(places), places.nbytes
     for direction in Direction:
-        for i in (*range(_CHECKED)[: len(sources)], *range(max(0, len(sources) - _CHECKED), len(sources))):
-            source = bed.read(direction, "source", int(sources[i]), block_bytes)
-            if source != bed.read(direction, "target", int(targets[i]), block_bytes):
-                raise KvstoreError(
-                    f"{direction.name}: block {i} of {block_bytes} bytes is not what was copied"
-                )
+        sources, targets = places.sources(direction), places.targets(direction)
+        for i in sorted({*range(_CHECKED)[:count], *range(max(0, count - _CHECKED), count)}):
+            source = bed.read(direction, "source", int(sources[i]), nbytes)
+            if source != bed.read(direction, "target", int(targets[i]), nbytes):
+                raise KvstoreError(f"{direction.name}: block {i} of {nbytes} bytes is not what was copied")

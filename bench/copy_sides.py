@@ -7,28 +7,29 @@ area, the most that the machine gives; a loop is one call a block.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bench.copy_places import Places
 from engine_adapter.copier import Copier, Direction, TwinCopier
-from engine_adapter.copy_routes import Route
-from engine_adapter.cuda_copier import CudaCopier
+from engine_adapter.copy_routes import DEFAULT_ROUTES, Route
+from engine_adapter.cuda_copier import CopyLimits, CudaCopier
 from engine_adapter.cuda_driver import CudaDriver, cuda_devices
 from kvstore.errors import ConfigError
 from tiers.dram import DramTier
 
 __all__ = ["HOST_NAME", "Area", "CopyBed", "CudaBed", "TwinBed", "open_bed"]
 
-U64 = NDArray[np.uint64]
 Side = Literal["source", "target"]
 
 HOST_NAME = "host memory"
 _SEED = 20_261
+_DRAWN_WORDS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +61,30 @@ class TwinBed:
             for direction in Direction
         }
 
-    def copier(self, routes: Mapping[Direction, Route] | None = None) -> Copier:
+    def copier(
+        self,
+        routes: Mapping[Direction, Route] | None = None,
+        limits: CopyLimits | None = None,  # noqa: ARG002 (CUDA's, as the routes)
+    ) -> Copier:
         """A new one. Raises: ConfigError for routes, which are CUDA's."""
         if routes is not None:
             raise ConfigError("routes can be tried on a CUDA device only")
         return TwinCopier(max_blocks=1 << 20)
 
-    def raw(self, directions: Sequence[Direction], nbytes: int) -> None:
-        """One copy of the first bytes of each direction's area."""
+    def raw(self, directions: Sequence[Direction], nbytes: int) -> float:
+        """One copy of the first bytes of each direction's area; when it ended, of time.perf_counter."""
         for direction in directions:
             area = self.areas[direction]
             ctypes.memmove(area.target, area.source, nbytes)
+        return time.perf_counter()
 
-    def loop(self, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int) -> None:
-        """A call for each block; addresses are within an area."""
+    def loop(self, directions: Sequence[Direction], places: Places) -> float:
+        """A call for each block; when they ended."""
         for direction in directions:
             area = self.areas[direction]
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                ctypes.memmove(area.target + target, area.source + source, nbytes)
+            for source, target in _pairs(places, direction):
+                ctypes.memmove(area.target + target, area.source + source, places.nbytes)
+        return time.perf_counter()
 
     def read(self, direction: Direction, side: Side, offset: int, nbytes: int) -> bytes:
         """Bytes of one side of an area."""
@@ -123,37 +130,40 @@ class CudaBed:
         driver.copy(store.source, store.target, store.nbytes, self._streams[Direction.STORE])
         driver.synchronize_stream(self._streams[Direction.STORE])
 
-    def copier(self, routes: Mapping[Direction, Route] | None = None) -> Copier:
+    def copier(
+        self, routes: Mapping[Direction, Route] | None = None, limits: CopyLimits | None = None
+    ) -> Copier:
         """A new one, with the memory pinned by it; ends the one before."""
         self._end_copier()
-        made = (
-            CudaCopier(self._device_index)
-            if routes is None
-            else CudaCopier(self._device_index, routes=routes)
-        )
+        made = CudaCopier(self._device_index, routes=routes or DEFAULT_ROUTES, limits=limits)
         for address in self._dram.values():
             made.register(address, self._nbytes)
         self._copier = made
         return made
 
-    def raw(self, directions: Sequence[Direction], nbytes: int) -> None:
-        """One copy of the first bytes of each direction's area, all at once."""
+    def raw(self, directions: Sequence[Direction], nbytes: int) -> float:
+        """One copy of the first bytes of each direction's area, all at once; when it ended, of time.perf_counter."""
         driver = self._driver
         for direction in directions:
             area = self.areas[direction]
             driver.copy(area.target, area.source, nbytes, self._streams[direction])
         for direction in directions:
             driver.synchronize_stream(self._streams[direction])
+        return time.perf_counter()
 
-    def loop(self, directions: Sequence[Direction], sources: U64, targets: U64, nbytes: int) -> None:
-        """A call for each block, the directions in turns; addresses are within an area."""
+    def loop(self, directions: Sequence[Direction], places: Places) -> float:
+        """A call for each block, the directions in turns; when they ended."""
         driver = self._driver
-        ways = [(self.areas[direction], self._streams[direction]) for direction in directions]
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            for area, stream in ways:
-                driver.copy(area.target + target, area.source + source, nbytes, stream)
-        for _, stream in ways:
+        ways = [
+            (self.areas[direction], self._streams[direction], _pairs(places, direction))
+            for direction in directions
+        ]
+        for pairs in zip(*(pairs for *_, pairs in ways), strict=True):
+            for (source, target), (area, stream, _) in zip(pairs, ways, strict=True):
+                driver.copy(area.target + target, area.source + source, places.nbytes, stream)
+        for _, stream, _ in ways:
             driver.synchronize_stream(stream)
+        return time.perf_counter()
 
     def read(self, direction: Direction, side: Side, offset: int, nbytes: int) -> bytes:
         """Bytes of one side of an area."""
@@ -195,9 +205,18 @@ def open_bed(nbytes: int, *, device_index: int = 0) -> Iterator[CopyBed]:
         bed.close()
 
 
+def _pairs(places: Places, direction: Direction) -> list[tuple[int, int]]:
+    """(source, target) of each block."""
+    return list(zip(places.sources(direction).tolist(), places.targets(direction).tolist(), strict=True))
+
+
 def _draw(tier: DramTier, extent: int) -> None:
-    """Bytes of which no two blocks are equal: a counter under a fixed pattern, as fast as memory."""
+    """Bytes of which no two blocks are equal: a counter times an odd number, as fast as memory."""
     words = np.frombuffer(tier.view(extent), dtype=np.uint64)
-    words[:] = np.arange(len(words), dtype=np.uint64)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words += np.uint64(_SEED + extent)
+    step = np.uint64(0x9E3779B97F4A7C15)
+    pattern = np.arange(min(_DRAWN_WORDS, len(words)), dtype=np.uint64) * step + np.uint64(_SEED + extent)
+    add = np.asarray([len(pattern)], dtype=np.uint64) * step  # an array: its overflow is meant
+    for begin in range(0, len(words), len(pattern)):
+        part = words[begin : begin + len(pattern)]
+        part[:] = pattern[: len(part)]
+        pattern += add

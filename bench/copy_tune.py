@@ -1,7 +1,8 @@
 """`kvstore bench copy --tune`: the rate of every candidate for the routes of small blocks, as a share of a raw copy.
 
-What it prints decides `engine_adapter/copy_routes.py`. A kernel that this device cannot run is said in the log, and its
-lane goes by the copy engines.
+What it prints decides `engine_adapter/copy_routes.py` and the limits of `engine_adapter/cuda_copier.py`. A kernel that
+this device cannot run is said in the log, and its lane goes by the copy engines. Patterns are those of `bench copy`:
+`pages` lie together on the host alone, which is what a staged lane is for.
 """
 
 from __future__ import annotations
@@ -12,32 +13,49 @@ from functools import partial
 
 from rich.table import Table
 
-from bench.copy import WAYS, placed, race, transfer
+from bench.copy import WAYS, race, transfer
+from bench.copy_places import Places, placed
 from bench.copy_sides import CopyBed, open_bed
 from bench.timing import median
 from engine_adapter.copier import Copier, Direction
 from engine_adapter.copy_kernel import KernelKind, KernelShape
-from engine_adapter.copy_routes import Lane, Route
+from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
+from engine_adapter.cuda_copier import CopyLimits
 from engine_adapter.cuda_driver import SourceOrder
 
-__all__ = ["FULL", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]
+__all__ = ["FULL", "LIMITS", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]
 
-_KIB = 1 << 10
+_KIB, _MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
     """Sizes in bytes; `nbytes` is what a round moves each way."""
 
-    block_bytes: tuple[int, ...]
-    nbytes: int = 512 << 20
-    rounds: int = 4
+    cells: tuple[tuple[str, int], ...]
+    """Pattern and block size."""
+    nbytes: int = 1024 * _MIB
+    rounds: int = 5
     names: tuple[str, ...] = ()
     """Of candidates; none: all."""
 
 
-FULL = TunePlan(block_bytes=tuple(size * _KIB for size in (4, 16, 32, 64, 128, 256, 512)))
-SHORT = TunePlan(block_bytes=(32 * _KIB, 64 * _KIB, 256 * _KIB), nbytes=256 << 20, rounds=3)
+FULL = TunePlan(
+    cells=(
+        *(("scattered", size * _KIB) for size in (4, 16, 32, 64, 128, 256, 4096)),
+        *(("pages", size * _KIB) for size in (4, 16, 32, 64, 128)),
+    )
+)
+SHORT = TunePlan(
+    cells=(
+        ("scattered", 32 * _KIB),
+        ("scattered", 64 * _KIB),
+        ("scattered", 4096 * _KIB),
+        ("pages", 32 * _KIB),
+        ("pages", 64 * _KIB),
+    ),
+    rounds=3,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,115 +64,155 @@ class TuneCell:
 
     name: str
     way: str
+    pattern: str
     block_bytes: int
     gb_per_s: float
     ratio: float
 
 
-def _bulk(ctas: int, unit_kib: int = 16, stages: int = 8, *, weight: int = 1) -> Callable[[Direction], Lane]:
+LaneOf = Callable[[Direction], Lane]
+_ANY_SIZE = 1 << 62
+
+
+def _bulk(
+    ctas: int,
+    unit_kib: int = 16,
+    stages: int = 8,
+    *,
+    weight: int = 1,
+    streams: int = 2,
+    staging_mib: int = 0,
+) -> LaneOf:
     """Loads wait long for the host, so most stages are being loaded; stores wait for the link."""
 
     def lane(direction: Direction) -> Lane:
         lag = stages - 2 if direction is Direction.LOAD else max(1, stages // 3)
+        lag = stages // 2 if staging_mib else lag
         shape = KernelShape(
             kind=KernelKind.BULK, ctas=ctas, unit_bytes=unit_kib * _KIB, stages=stages, lag=lag
         )
-        return Lane(kernel=shape, weight=weight)
+        return Lane(kernel=shape, weight=weight, streams=streams, staging_bytes=staging_mib * _MIB)
 
     return lane
 
 
-def _threads(ctas: int, threads: int = 512, *, weight: int = 1) -> Callable[[Direction], Lane]:
-    return lambda _: Lane(
-        kernel=KernelShape(kind=KernelKind.THREADS, ctas=ctas, threads=threads), weight=weight
-    )
+def _threads(ctas: int, *, streams: int = 2, staging_mib: int = 0) -> LaneOf:
+    shape = KernelShape(kind=KernelKind.THREADS, ctas=ctas)
+    return lambda _: Lane(kernel=shape, streams=streams, staging_bytes=staging_mib * _MIB)
 
 
-def _engine(order: SourceOrder = SourceOrder.STREAM, *, weight: int = 1) -> Callable[[Direction], Lane]:
-    return lambda _: Lane(order=order, weight=weight)
+def _engine(*, weight: int = 1, streams: int = 2, order: SourceOrder = SourceOrder.STREAM) -> LaneOf:
+    return lambda _: Lane(order=order, weight=weight, streams=streams)
+
+
+def _straight(*lanes: LaneOf) -> Mapping[Direction, Route]:
+    """Every size by the same lanes, so that sizes can be compared."""
+    return {
+        direction: Route(large_from_bytes=_ANY_SIZE, small=tuple(lane(direction) for lane in lanes))
+        for direction in Direction
+    }
+
+
+def _staged(lane: LaneOf) -> Mapping[Direction, Route]:
+    """Pages by the lane, all else by the copy engines."""
+    return {direction: Route(staged=(lane(direction),)) for direction in Direction}
+
+
+def _mixed(load: LaneOf, store: LaneOf) -> Mapping[Direction, Route]:
+    """Another lane each way."""
+    ways = {Direction.LOAD: load, Direction.STORE: store}
+    return {way: Route(large_from_bytes=_ANY_SIZE, small=(lane(way),)) for way, lane in ways.items()}
+
+
+LIMITS: Mapping[str, CopyLimits] = {
+    "engine, 256 a call": CopyLimits(portion_copies=256),
+    "engine, 512 a call": CopyLimits(portion_copies=512),
+    "engine x1, 256 MiB a call": CopyLimits(portion_bytes=256 * _MIB, flight_bytes=1024 * _MIB),
+    "engine, 16 MiB a call": CopyLimits(portion_bytes=16 * _MIB),
+}
+"""Of candidates that do not take the usual ones."""
 
 
 def candidates() -> Mapping[str, Mapping[Direction, Route]]:
-    """Routes by name: each candidate copies pieces of every size, so that sizes can be compared."""
-    any_order = _engine(SourceOrder.ANY)
-    lanes: dict[str, tuple[Callable[[Direction], Lane], ...]] = {
-        "engine": (_engine(),),
-        "engine, any order": (any_order,),
-        "engine x2": (_engine(), _engine()),
-        "engine x4": (_engine(),) * 4,
-        "engine x2, any order": (any_order, any_order),
-        "threads 4": (_threads(4),),
-        "threads 8": (_threads(8),),
-        "threads 16": (_threads(16),),
-        "threads 32": (_threads(32),),
-        "threads 16 of 1024": (_threads(16, 1024),),
-        "bulk 1": (_bulk(1),),
-        "bulk 2": (_bulk(2),),
-        "bulk 4": (_bulk(4),),
-        "bulk 8": (_bulk(8),),
-        "bulk 16": (_bulk(16),),
-        "bulk 4, 8 KiB x8": (_bulk(4, 8),),
-        "bulk 8, 8 KiB x8": (_bulk(8, 8),),
-        "bulk 4, 32 KiB x6": (_bulk(4, 32, 6),),
-        "bulk 16, 4 KiB x8": (_bulk(16, 4),),
-        "engine + bulk 2": (_engine(), _bulk(2)),
-        "engine + bulk 4": (_engine(), _bulk(4)),
-        "engine + 2 bulk 4": (_engine(), _bulk(4, weight=2)),
-        "2 engine + bulk 2": (_engine(weight=2), _bulk(2)),
-        "engine + threads 8": (_engine(), _threads(8)),
-        "engine x2 + bulk 4": (_engine(), _engine(), _bulk(4)),
-    }
+    """Routes by name. `x n`: portions take turns on n streams instead of two; `+`: a portion is dealt to both."""
     return {
-        name: {
-            direction: Route(large_from_bytes=1 << 62, small=tuple(lane(direction) for lane in made))
-            for direction in Direction
-        }
-        for name, made in lanes.items()
+        "default": DEFAULT_ROUTES,
+        "engine": _straight(_engine()),
+        "engine x1": _straight(_engine(streams=1)),
+        "engine x4": _straight(_engine(streams=4)),
+        "engine, any order": _straight(_engine(order=SourceOrder.ANY)),
+        "engine + engine": _straight(_engine(), _engine()),
+        "engine, 256 a call": _straight(_engine()),
+        "engine, 512 a call": _straight(_engine()),
+        "engine, 16 MiB a call": _straight(_engine()),
+        "engine x1, 256 MiB a call": _straight(_engine(streams=1)),
+        "threads 8": _straight(_threads(8)),
+        "threads 8 x1": _straight(_threads(8, streams=1)),
+        "bulk 4": _straight(_bulk(4)),
+        "bulk 8": _straight(_bulk(8)),
+        "bulk 8 x1": _straight(_bulk(8, streams=1)),
+        "bulk 16": _straight(_bulk(16)),
+        "bulk 16, 4 KiB x8": _straight(_bulk(16, 4)),
+        "engine + bulk 4": _straight(_engine(), _bulk(4)),
+        "3 engine + bulk 4": _straight(_engine(weight=3), _bulk(4)),
+        "bulk 8 up, engine down": _mixed(_bulk(8), _engine()),
+        "engine up, bulk 8 down": _mixed(_engine(), _bulk(8)),
+        "staged 8 MiB": _staged(_bulk(8, staging_mib=8)),
+        "staged 16 MiB": _staged(_bulk(8, staging_mib=16)),
+        "staged 32 MiB": _staged(_bulk(8, staging_mib=32)),
+        "staged 16 MiB x3": _staged(_bulk(8, streams=3, staging_mib=16)),
+        "staged 16 MiB, bulk 2": _staged(_bulk(2, staging_mib=16)),
+        "staged 16 MiB, threads 8": _staged(_threads(8, staging_mib=16)),
     }
 
 
 def tune(plan: TunePlan, say: Callable[[str], None]) -> list[TuneCell]:
-    """Measures every candidate. Raises: ConfigError without a CUDA device."""
+    """Measures every candidate; staged ones on pages alone. Raises: ConfigError without a CUDA device."""
     cells: list[TuneCell] = []
     with open_bed(plan.nbytes) as bed:
         for name, routes in candidates().items():
             if plan.names and name not in plan.names:
                 continue
             say(f"{bed.name}: {name}")
-            copier = bed.copier(routes)
-            for block_bytes in plan.block_bytes:
-                cells += [
-                    _cell(bed, copier, plan, name=name, way=way, block_bytes=block_bytes) for way in WAYS
-                ]
+            copier = bed.copier(routes, LIMITS.get(name))
+            for pattern, block_bytes in plan.cells:
+                if pattern != "pages" and name.startswith("staged"):
+                    continue
+                places = placed(plan.nbytes, block_bytes, pattern)
+                cells += [_cell(bed, copier, plan.rounds, name, way, pattern, places) for way in WAYS]
     return cells
 
 
-def _cell(bed: CopyBed, copier: Copier, plan: TunePlan, *, name: str, way: str, block_bytes: int) -> TuneCell:
-    sources, targets = placed(plan.nbytes, block_bytes, "scattered")
+def _cell(
+    bed: CopyBed, copier: Copier, rounds: int, name: str, way: str, pattern: str, places: Places
+) -> TuneCell:
     ours, raw = race(
-        plan.rounds,
+        rounds,
         [
-            partial(transfer, bed, copier, WAYS[way], sources, targets, block_bytes),
-            partial(bed.raw, WAYS[way], len(sources) * block_bytes),
+            partial(transfer, bed, copier, WAYS[way], places),
+            partial(bed.raw, WAYS[way], places.total_bytes),
         ],
     )
     return TuneCell(
         name=name,
         way=way,
-        block_bytes=block_bytes,
-        gb_per_s=len(sources) * block_bytes * len(WAYS[way]) / median(ours) / 1e9,
+        pattern=pattern,
+        block_bytes=places.nbytes,
+        gb_per_s=places.total_bytes * len(WAYS[way]) / median(ours) / 1e9,
         ratio=median([theirs / own for own, theirs in zip(ours, raw, strict=True)]),
     )
 
 
 def table(cells: list[TuneCell], way: str) -> Table:
-    """One way: a line a candidate, a column a block size."""
-    sizes = sorted({cell.block_bytes for cell in cells})
+    """One way: a line a candidate, a column a pattern and block size."""
+    columns = sorted({(cell.pattern, cell.block_bytes) for cell in cells})
     made = Table(title=f"{way}: share of a raw copy", title_justify="left")
     made.add_column("route")
-    for size in sizes:
-        made.add_column(f"{size // _KIB} KiB", justify="right")
-    by_place = {(cell.name, cell.block_bytes): cell for cell in cells if cell.way == way}
+    for pattern, size in columns:
+        made.add_column(f"{pattern} {size // _KIB} KiB", justify="right")
+    ratios = {
+        (cell.name, cell.pattern, cell.block_bytes): f"{cell.ratio:.3f}" for cell in cells if cell.way == way
+    }
     for name in dict.fromkeys(cell.name for cell in cells):
-        made.add_row(name, *(f"{by_place[name, size].ratio:.3f}" for size in sizes))
+        made.add_row(name, *(ratios.get((name, *column), "") for column in columns))
     return made

@@ -58,9 +58,7 @@ class InterferencePlan:
     batch_bytes: int = 64 * _MIB
 
 
-CUDA = InterferencePlan(
-    routes={64 * _KIB: ("engine", "threads 8", "bulk 2", "bulk 4", "bulk 16", "bulk 8, 8 KiB x8")}
-)
+CUDA = InterferencePlan(routes={64 * _KIB: ("engine", "threads 8", "bulk 4", "bulk 16", "bulk 16, 4 KiB x8")})
 CUDA_SHORT = InterferencePlan(steps=24, rounds=3)
 CPU = InterferencePlan(
     slot_bytes=(64 * _KIB, 1024 * _KIB),

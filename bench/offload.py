@@ -8,7 +8,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.copy import placed
+from bench.copy_places import placed
 from bench.copy_sides import CopyBed
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from kvstore.errors import DeadlineExceeded
@@ -29,9 +29,9 @@ class Offload:
         self._copier = copier
         self._block_bytes = block_bytes
         area = bed.areas[Direction.STORE]
-        sources, targets = placed(area.nbytes, block_bytes, "scattered")
-        self._sources: U64 = sources + np.uint64(area.source)
-        self._targets: U64 = targets + np.uint64(area.target)
+        places = placed(area.nbytes, block_bytes, "scattered")
+        self._sources: U64 = places.device + np.uint64(area.source)
+        self._targets: U64 = places.host + np.uint64(area.target)
         self._batch_blocks = max(1, batch_bytes // block_bytes)
         self._at = 0
         self._changed = threading.Condition()

@@ -1,8 +1,10 @@
 """How a batch of blocks is cut before it is issued: runs of neighbours, what goes which way, portions. Pure numpy.
 
-A run is blocks that are neighbours on both sides: one copy. It ends where another pinned range begins, since the driver
-refuses a copy that leaves the range it began in. A block in a short run stays a piece of its own, so that every piece
-of the small way has one size, which the kernels rely on.
+A batch is planned in ranges of blocks that grow from a small one, so that the first copies are under way before the
+rest is looked at. A run is blocks that are neighbours on both sides: one copy. It ends where another pinned range
+begins, since the driver refuses a copy that leaves the range it began in. A block in a short run stays a piece of its
+own, so that every piece of the small way has one size, which the kernels rely on. Such blocks may still be neighbours
+on the host's side alone, as the pages of one block's layers are: those can be staged.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pieces", "portions", "runs", "shares", "split"]
+__all__ = ["Pieces", "portions", "ranges", "runs", "shares", "split", "staged"]
 
 U64 = NDArray[np.uint64]
 
@@ -40,13 +42,32 @@ class Pieces:
             sources=self.sources[begin:end], targets=self.targets[begin:end], sizes=self.sizes[begin:end]
         )
 
+    @classmethod
+    def none(cls) -> Pieces:
+        """No copies."""
+        nothing: U64 = np.empty(0, dtype=np.uint64)
+        return cls(sources=nothing, targets=nothing, sizes=nothing)
+
+    def where(self, chosen: NDArray[np.bool_]) -> Pieces:
+        """Those that are chosen."""
+        return Pieces(sources=self.sources[chosen], targets=self.targets[chosen], sizes=self.sizes[chosen])
+
+
+def ranges(count: int, nbytes: int, *, first_bytes: int, max_bytes: int, max_blocks: int) -> Iterator[range]:
+    """Cuts `count` blocks of `nbytes`: at first about `first_bytes`, then twice as much each time up to the bounds."""
+    begin, bound = 0, min(first_bytes, max_bytes)
+    while begin < count:
+        end = min(begin + max(1, min(bound // nbytes, max_blocks)), count)
+        yield range(begin, end)
+        begin, bound = end, min(2 * bound, max_bytes)
+
 
 def runs(
     sources: U64, targets: U64, nbytes: int, *, borders: Sequence[U64] = (), max_run_bytes: int
 ) -> NDArray[np.intp]:
-    """Where runs of blocks begin: [r] positions, the first is 0. O(n), and O(n log n) with borders.
+    """Where runs of blocks begin: [r] positions, the first is 0. O(n), and O(n log b) with borders.
 
-    `borders`: addresses at which a run may begin and which none may cross.
+    `borders`: ascending addresses at which a run may begin and which none may cross.
     """
     count = len(sources)
     step = np.uint64(nbytes)
@@ -54,7 +75,9 @@ def runs(
     if not neighbours.any():
         return np.arange(count)
     for addresses in borders:
-        neighbours &= ~np.isin(sources[1:], addresses) & ~np.isin(targets[1:], addresses)
+        for side in (sources, targets):
+            place = np.searchsorted(addresses, side, side="right")
+            neighbours &= place[1:] == place[:-1]
     begins = np.flatnonzero(np.concatenate([[True], ~neighbours]))
     lengths = np.diff(np.append(begins, count))
     within = np.arange(count) - np.repeat(begins, lengths)
@@ -81,6 +104,19 @@ def split(
             sizes=np.full(len(small), nbytes, dtype=np.uint64),
         ),
     )
+
+
+def staged(
+    pieces: Pieces, host: U64, nbytes: int, *, borders: Sequence[U64] = (), from_bytes: int
+) -> tuple[Pieces, Pieces]:
+    """The pieces in runs on the host's side of at least `from_bytes`, and the others. O(n).
+
+    `host`: the pieces' addresses there, `pieces.sources` or `pieces.targets`; every piece has `nbytes`.
+    """
+    begins = runs(host, host, nbytes, borders=borders, max_run_bytes=1 << 62)
+    lengths = np.diff(np.append(begins, len(host)))
+    chosen = np.repeat(lengths * nbytes >= from_bytes, lengths)
+    return pieces.where(chosen), pieces.where(~chosen)
 
 
 def portions(pieces: Pieces, *, max_bytes: int, max_pieces: int) -> Iterator[Pieces]:

@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_ROUTES", "Lane", "Route"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A stream of its own and what is put into it."""
+    """Streams of its own and what is put into them."""
 
     kernel: KernelShape | None = None
     """None: the copy engines."""
@@ -26,24 +26,35 @@ class Lane:
     """Of the copy engines. ANY asks that nothing has to come before a batch."""
     weight: int = 1
     """Its share of the pieces beside the other lanes of the route."""
+    streams: int = 2
+    """Portions take turns on them: what one costs before and after its bytes hides behind the bytes of another."""
+    staging_bytes: int = 0
+    """Of each stream, device memory between a kernel there and one large copy by an engine; 0: copies go straight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One direction. Pieces of at least `large_from_bytes` take the large lanes, the others the small ones."""
+    """One direction. Pieces of at least `large_from_bytes` take the large lanes; of the others those that lie on the
+    host in runs of at least `staged_from_bytes` take the staged lanes, where there are any; the rest the small ones.
+    """
 
     large_from_bytes: int = 128 << 10
     large: tuple[Lane, ...] = (Lane(),)
+    staged_from_bytes: int = 256 << 10
+    staged: tuple[Lane, ...] = ()
     small: tuple[Lane, ...] = (Lane(),)
 
 
+_STAGED = Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=4), staging_bytes=16 << 20)
 DEFAULT_ROUTES: Mapping[Direction, Route] = MappingProxyType(
     {
         Direction.LOAD: Route(
-            small=(Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=6)),)
+            staged=(_STAGED,),
+            small=(Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=6)),),
         ),
         Direction.STORE: Route(
-            small=(Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=3)),)
+            staged=(_STAGED,),
+            small=(Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=3)),),
         ),
     }
 )

@@ -1,9 +1,10 @@
 """The copier of an engine on CUDA: batches on streams of its own, completed by events.
 
-Each direction has its queue, its streams and two threads: one cuts batches into portions and issues them, one waits
-until a portion has come and completes its batch. So both directions run at once, nothing waits between two portions,
-and no thread holds the GIL while it waits. What is under way is bounded in bytes and portions; what has not been issued
-can be taken back.
+Each direction has its queue, its lanes and two threads: one cuts batches into portions and issues them, one waits until
+a portion has come and completes its batch. So both directions run at once, nothing waits between two portions, and no
+thread holds the GIL while it waits. Where nothing is under way `submit` itself issues the first portion, a small one:
+no hand-over from thread to thread comes before the first byte. What is under way is bounded in bytes and portions; a
+batch of which nothing has been issued can be taken back.
 
 Order. A store's blocks were committed after the event of the step that wrote them, so nothing has to come before it; a
 load is complete before `done`, and its request is admitted only then. A batch whose `after` names an event waits for it
@@ -16,37 +17,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
-from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, CopyKernel, KernelShape
-from engine_adapter.copy_plan import Pieces, portions, runs, shares, split
-from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
+from engine_adapter.copy_kernel import CopyKernel
+from engine_adapter.copy_lanes import MakesKernel, OpenLane
+from engine_adapter.copy_plan import Pieces, portions, ranges, runs, shares, split, staged
+from engine_adapter.copy_routes import DEFAULT_ROUTES, Route
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder, Waiting
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
-__all__ = ["CopyLimits", "CudaCopier", "Launches"]
-
-U64 = NDArray[np.uint64]
+__all__ = ["CopyLimits", "CudaCopier"]
 
 _LOG = logging.getLogger("kvstore.copier")
 _GRACE_S = 5.0
 """What is under way is bounded, milliseconds; a device that takes longer is broken."""
-
-
-class Launches(Protocol):
-    """A compiled kernel (`CopyKernel`)."""
-
-    def launch(self, pieces: Pieces, stream: int) -> None:
-        """Copies."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +43,15 @@ class CopyLimits:
 
     max_blocks: int = 16384
     """Most blocks taken and not complete; a batch that finds none is always taken."""
+    first_bytes: int = 8 << 20
+    """Of a batch's first portion; each one after it may be twice as large."""
     portion_bytes: int = 64 << 20
     """What is issued at once, and has an event: 1.2 ms at 55 GB/s."""
-    portion_copies: int = 256
-    """Most copies of a portion that the copy engines carry out."""
+    portion_copies: int = 2048
+    """Most blocks of a portion."""
     flight_bytes: int = 256 << 20
-    """Most bytes issued and not complete."""
-    flight_portions: int = 8
-    run_bytes: int = 32 << 20
-    """Longest run that is one copy."""
+    """Most bytes issued and not complete, but for a single larger block."""
+    flight_portions: int = 16
 
 
 class CudaCopier:
@@ -76,7 +64,7 @@ class CudaCopier:
         limits: CopyLimits | None = None,
         routes: Mapping[Direction, Route] = DEFAULT_ROUTES,
         driver: CudaDriver | None = None,
-        kernel: Callable[[CudaDriver, KernelShape], Launches] = CopyKernel,
+        kernel: MakesKernel = CopyKernel,
     ) -> None:
         """Compiles what the routes need. Raises: FailedPrecondition where there is no driver or no such device."""
         self._driver = driver or CudaDriver(device_index)
@@ -122,12 +110,14 @@ class CudaCopier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OpenLane:
-    """A lane with its stream and its kernel."""
+class _Portion:
+    """What is issued at once, and by which lanes."""
 
-    lane: Lane
-    stream: int
-    kernel: Launches | None
+    lanes: Sequence[OpenLane]
+    pieces: Pieces
+    left_bytes: int
+    """About what of the batch comes after it."""
+    last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,19 +141,26 @@ class _Way:
         direction: Direction,
         route: Route,
         limits: CopyLimits,
-        kernel: Callable[[CudaDriver, KernelShape], Launches],
+        kernel: MakesKernel,
     ) -> None:
         self._driver = driver
         self._host = host
         self._direction = direction
         self._route = route
         self._limits = limits
-        self._large = [self._open(lane, kernel) for lane in route.large]
-        self._small = [self._open(lane, kernel) for lane in route.small]
+        self._large, self._staged, self._small = (
+            tuple(OpenLane(driver, host, direction, lane, kernel) for lane in lanes)
+            for lanes in (route.large, route.staged, route.small)
+        )
+        self._lanes = (*self._large, *self._staged, *self._small)
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # of the issuing thread: batches, room
         self._landing = threading.Condition(lock)  # of the finishing thread: flights
         self._queue: deque[CopyBatch] = deque()
+        self._begun: tuple[CopyBatch, Iterator[_Portion]] | None = (
+            None  # by a caller; the rest is to be issued
+        )
+        self._claimed = False  # a caller issues just now: lanes belong to one thread at a time
         self._flights: deque[_Flight] = deque()
         self._events: dict[Waiting, list[int]] = {waiting: [] for waiting in Waiting}
         self._flight_bytes = 0
@@ -179,16 +176,6 @@ class _Way:
         for thread in self._threads:
             thread.start()
 
-    def _open(self, lane: Lane, kernel: Callable[[CudaDriver, KernelShape], Launches]) -> _OpenLane:
-        stream = self._driver.create_stream(urgent=1.0 if self._direction is Direction.LOAD else 0.0)
-        made: Launches | None = None
-        if lane.kernel is not None:
-            try:
-                made = kernel(self._driver, lane.kernel)
-            except KvstoreError as error:
-                _LOG.warning("small blocks go by the copy engines: %s", error)
-        return _OpenLane(lane=lane, stream=stream, kernel=made)
-
     # ------------------------------------------------------------ any thread
 
     def submit(self, batch: CopyBatch) -> bool:
@@ -202,8 +189,14 @@ class _Way:
             ):
                 return False
             self.waiting_blocks += count
-            self._queue.append(batch)
-            self._work.notify()
+            idle = not (self._queue or self._claimed or self._begun or self._flights)
+            if idle:
+                self._claimed = True
+            else:
+                self._queue.append(batch)
+                self._work.notify()
+        if idle:
+            self._begin(batch)
         return True
 
     def cancel(self, batch: CopyBatch) -> bool:
@@ -237,12 +230,30 @@ class _Way:
         if any(thread.is_alive() for thread in self._threads):
             _LOG.error("the device does not complete its copies")
         elif self._failure is None:
-            streams = [lane.stream for lane in (*self._large, *self._small)]
+            lanes, self._lanes = self._lanes, ()  # closing again is nothing
+            for lane in lanes:
+                lane.close()
             self._driver.destroy(
-                streams=streams, events=[event for pool in self._events.values() for event in pool]
+                streams=[], events=[event for pool in self._events.values() for event in pool]
             )
-            self._large, self._small = [], []  # closing again is nothing
             self._events = {waiting: [] for waiting in Waiting}
+
+    def _begin(self, batch: CopyBatch) -> None:
+        """Issues the first portion on the caller's thread, which has claimed the lanes; leaves the rest."""
+        rest = self._portions(batch)
+        try:
+            with self._driver.current():
+                first = next(rest)
+                self._follow(batch)
+                self._issue(batch, first)
+        except Exception as error:  # noqa: BLE001 (as in the thread that would have issued it)
+            self._fail(error)
+        finally:
+            with self._work:
+                self._claimed = False
+                if self._failure is None and not first.last:
+                    self._begun = batch, rest
+                self._work.notify()
 
     # ------------------------------------------------------------ the issuing thread
 
@@ -252,76 +263,108 @@ class _Way:
             self._driver.enter()
             run()
         except Exception as error:  # noqa: BLE001 (a thread's boundary: the other threads must learn of it)
-            _LOG.error("the copier failed: %s", error, exc_info=not isinstance(error, KvstoreError))
-            with self._work:
-                self._failure = error
-                self._work.notify()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _LOG.error("the copier failed: %s", error, exc_info=not isinstance(error, KvstoreError))
+        with self._work:
+            self._failure = error
+            self._work.notify()
 
     def _issue_all(self) -> None:
         try:
-            while (batch := self._next()) is not None:
-                if batch.after is not None:
-                    for lane in (*self._large, *self._small):
-                        self._driver.wait(lane.stream, batch.after)
-                if not self._issue(batch):
-                    return
+            while (work := self._next()) is not None:
+                batch, rest = work
+                for portion in rest:
+                    if not self._room_for(portion.pieces.nbytes):
+                        return
+                    self._issue(batch, portion)
         finally:
             with self._landing:
                 self._issued_all = True
                 self._landing.notify()
 
-    def _next(self) -> CopyBatch | None:
-        """The next batch; None once finishing and empty."""
+    def _next(self) -> tuple[CopyBatch, Iterator[_Portion]] | None:
+        """What is to be issued next; None once finishing and empty."""
         with self._work:
-            while not self._queue:
-                if self._finishing or self._failure is not None:
+            while self._claimed or not (self._begun or self._queue):
+                if self._failure is not None or (self._finishing and not self._claimed):
                     return None
                 self._work.wait()
-            return self._queue.popleft()
+            begun, self._begun = self._begun, None
+            if begun is not None:
+                return begun
+            batch = self._queue.popleft()
+        self._follow(batch)
+        return batch, self._portions(batch)
 
-    def _issue(self, batch: CopyBatch) -> bool:
-        """Issues every portion as room comes; False where the rest was given up."""
-        planned = list(self._portions(batch))
-        for place, (lanes, pieces) in enumerate(planned, 1):
-            nbytes = pieces.nbytes
-            if not self._room_for(nbytes):
-                return False
-            last = place == len(planned)
-            # A request waits for the end of a load: a core for a millisecond. Nobody waits for anything else.
-            waiting = Waiting.SPIN if last and self._direction is Direction.LOAD else Waiting.SLEEP
-            events = [self._start(batch, lane, part, waiting) for lane, part in _dealt(lanes, pieces)]
-            flight = _Flight(batch=batch, nbytes=nbytes, events=events, waiting=waiting, last=last)
-            with self._landing:
-                self._flights.append(flight)
-                self._flight_bytes += nbytes
-                self._landing.notify()
-            fault("copy.issued")
-        return True
+    def _follow(self, batch: CopyBatch) -> None:
+        """What is issued from now on comes after the event that a batch names."""
+        if batch.after is not None:
+            for lane in self._lanes:
+                lane.wait(batch.after)
 
-    def _portions(self, batch: CopyBatch) -> Iterator[tuple[list[_OpenLane], Pieces]]:
-        """What is issued at once, and by which lanes. At least one portion, which is empty for an empty batch."""
-        limits = self._limits
-        begins = runs(
-            batch.sources,
-            batch.targets,
+    def _issue(self, batch: CopyBatch, portion: _Portion) -> None:
+        """Puts a portion, and events behind it, into streams."""
+        # A request waits for the end of a load: a core for a millisecond or two. Nobody waits for anything else.
+        spins = self._direction is Direction.LOAD and portion.left_bytes < self._limits.portion_bytes
+        waiting = Waiting.SPIN if spins else Waiting.SLEEP
+        nbytes = portion.pieces.nbytes
+        events = [
+            self._mark(
+                lane.start(part, lane.lane.order if batch.after is None else SourceOrder.STREAM), waiting
+            )
+            for lane, part in _dealt(portion.lanes, portion.pieces)
+        ]
+        flight = _Flight(batch=batch, nbytes=nbytes, events=events, waiting=waiting, last=portion.last)
+        with self._landing:
+            self._flights.append(flight)
+            self._flight_bytes += nbytes
+            self._landing.notify()
+        fault("copy.issued")
+
+    def _mark(self, stream: int, waiting: Waiting) -> int:
+        """An event behind what is in the stream."""
+        with self._work:
+            event = self._events[waiting].pop() if self._events[waiting] else 0
+        event = event or self._driver.create_event(waiting)
+        self._driver.record(event, stream)
+        return event
+
+    def _portions(self, batch: CopyBatch) -> Iterator[_Portion]:
+        """Planned as they are asked for. At least one, which is empty for an empty batch."""
+        limits, count = self._limits, len(batch.sources)
+        if not count:
+            yield _Portion(lanes=self._large, pieces=Pieces.none(), left_bytes=0, last=True)
+        for part in ranges(
+            count,
             batch.nbytes,
-            borders=(self._host.starts,),
-            max_run_bytes=limits.run_bytes,
-        )
-        large, small = split(
-            batch.sources,
-            batch.targets,
-            batch.nbytes,
-            begins,
-            large_from_bytes=self._route.large_from_bytes,
-        )
-        for lanes, pieces in ((self._large, large), (self._small, small)):
-            by_kernels = all(lane.kernel for lane in lanes)
-            most = MAX_PIECES if by_kernels else limits.portion_copies * len(lanes)
-            for portion in portions(pieces, max_bytes=limits.portion_bytes, max_pieces=most):
+            first_bytes=limits.first_bytes,
+            max_bytes=limits.portion_bytes,
+            max_blocks=limits.portion_copies,
+        ):
+            left = count - part.stop
+            planned = list(self._planned(batch, part))
+            for place, (lanes, pieces) in enumerate(planned, 1):
+                last = not left and place == len(planned)
+                yield _Portion(lanes=lanes, pieces=pieces, left_bytes=left * batch.nbytes, last=last)
+
+    def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
+        """A range of a batch's blocks by lanes."""
+        limits, route, nbytes = self._limits, self._route, batch.nbytes
+        sources, targets = batch.sources[part.start : part.stop], batch.targets[part.start : part.stop]
+        borders = (self._host.starts,)
+        begins = runs(sources, targets, nbytes, borders=borders, max_run_bytes=limits.portion_bytes)
+        large, small = split(sources, targets, nbytes, begins, large_from_bytes=route.large_from_bytes)
+        together = Pieces.none()
+        if self._staged and len(small):
+            host = small.sources if self._direction is Direction.LOAD else small.targets
+            together, small = staged(small, host, nbytes, borders=borders, from_bytes=route.staged_from_bytes)
+        for lanes, pieces in ((self._large, large), (self._staged, together), (self._small, small)):
+            most = min((lane.max_pieces for lane in lanes), default=0)
+            bound = min((limits.portion_bytes, *(lane.max_bytes for lane in lanes)))
+            for portion in portions(pieces, max_bytes=bound, max_pieces=most):
                 yield lanes, portion
-        if not len(batch.sources):
-            yield self._large, large
 
     def _room_for(self, nbytes: int) -> bool:
         """Waits until so much more may be under way; False where nothing more is to be issued."""
@@ -335,36 +378,6 @@ class _Way:
                     return False
                 self._work.wait()
             return not self._dropping and self._failure is None
-
-    def _start(self, batch: CopyBatch, lane: _OpenLane, pieces: Pieces, waiting: Waiting) -> int:
-        """Puts copies and an event behind them into a lane's stream; the event."""
-        driver = self._driver
-        for_kernel = self._for_kernel(pieces) if lane.kernel is not None else None
-        if lane.kernel is not None and for_kernel is not None:
-            lane.kernel.launch(for_kernel, lane.stream)
-        else:
-            order = lane.lane.order if batch.after is None else SourceOrder.STREAM
-            driver.copy_batch(pieces.targets, pieces.sources, pieces.sizes, lane.stream, order)
-        with self._work:
-            event = self._events[waiting].pop() if self._events[waiting] else 0
-        event = event or driver.create_event(waiting)
-        driver.record(event, lane.stream)
-        return event
-
-    def _for_kernel(self, pieces: Pieces) -> Pieces | None:
-        """The pieces with the addresses that kernels use; None where a kernel cannot copy them."""
-        sources: U64 | None = pieces.sources
-        targets: U64 | None = pieces.targets
-        if self._direction is Direction.LOAD:
-            sources = self._host.seen_by_kernels(pieces.sources)
-        else:
-            targets = self._host.seen_by_kernels(pieces.targets)
-        if sources is None or targets is None:
-            return None
-        bits = np.bitwise_or.reduce(sources) | np.bitwise_or.reduce(targets) | pieces.sizes[0]
-        if bits % np.uint64(ALIGNMENT_BYTES):
-            return None
-        return Pieces(sources=sources, targets=targets, sizes=pieces.sizes)
 
     # ------------------------------------------------------------ the finishing thread
 
@@ -393,7 +406,7 @@ class _Way:
             return self._flights[0]
 
 
-def _dealt(lanes: list[_OpenLane], pieces: Pieces) -> Iterator[tuple[_OpenLane, Pieces]]:
+def _dealt(lanes: Sequence[OpenLane], pieces: Pieces) -> Iterator[tuple[OpenLane, Pieces]]:
     """A portion's part of each lane that gets one."""
     parts = shares(pieces, [lane.lane.weight for lane in lanes])
     return ((lane, part) for lane, part in zip(lanes, parts, strict=True) if len(part))

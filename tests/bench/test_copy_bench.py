@@ -35,7 +35,7 @@ def check_legs(device: str) -> None:
     assert [(leg["block_bytes"], leg["pattern"], leg["way"]) for leg in result["legs"]] == [
         (size, pattern, way)
         for size in TINY.block_bytes
-        for pattern in ("scattered", "runs", "one")
+        for pattern in ("scattered", "pages", "runs", "one")
         for way in WAYS
     ]
     for leg in result["legs"]:
@@ -43,8 +43,10 @@ def check_legs(device: str) -> None:
         assert leg["ratio"] > 0
         looped = leg["block_bytes"] >= 256 * KIB and leg["pattern"] != "one"
         assert (leg["loop_gb_per_s"] is not None) == looped
-    assert len(said) == 7
-    assert len(figures(result)) == 2 * len(result["legs"])
+    assert len(said) == 9
+    assert len(figures(result)) == 2 * len(result["legs"]) + 6, (
+        "what a batch costs is a figure of each lone block"
+    )
 
 
 def test_every_way_pattern_and_size_is_measured_with_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,29 +72,33 @@ def test_blocks_that_do_not_arrive_are_no_result(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("fake_device")
 def test_candidates_are_tried_and_shown_by_size() -> None:
-    names = ("engine", "engine x2", "engine + bulk 4")
-    plan = TunePlan(block_bytes=(16 * KIB, 32 * KIB), nbytes=1024 * KIB, rounds=1, names=names)
-    cells = tune(plan, lambda _: None)
-    assert [(cell.name, cell.block_bytes, cell.way) for cell in cells] == [
-        (name, size, way) for name in names for size in plan.block_bytes for way in WAYS
+    names = ("engine", "engine x4", "engine + bulk 4", "staged 8 MiB")
+    sizes = (("scattered", 16 * KIB), ("pages", 32 * KIB))
+    cells = tune(TunePlan(cells=sizes, nbytes=1024 * KIB, rounds=1, names=names), lambda _: None)
+    assert [(cell.name, cell.pattern, cell.block_bytes, cell.way) for cell in cells] == [
+        (name, pattern, size, way)
+        for name in names
+        for pattern, size in sizes
+        for way in WAYS
+        if pattern == "pages" or name != "staged 8 MiB"
     ]
     console = Console(width=140, record=True)
     console.print(table(cells, "load"))
     text = console.export_text()
-    assert all(name in text for name in (*names, "16 KiB", "32 KiB"))
+    assert all(name in text for name in (*names, "scattered 16 KiB", "pages 32 KiB"))
 
 
 def test_tuning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_sides, "cuda_devices", lambda: 0)
     with pytest.raises(ConfigError):
-        tune(TunePlan(block_bytes=(16 * KIB,), nbytes=64 * KIB, rounds=1), lambda _: None)
+        tune(TunePlan(cells=(("scattered", 16 * KIB),), nbytes=64 * KIB, rounds=1), lambda _: None)
 
 
 def test_every_candidate_fits_the_device() -> None:
     """A CTA may have 227 KiB of shared memory on Hopper, and a stage is loaded before it is stored."""
     for routes in candidates().values():
         for direction in Direction:
-            for lane in routes[direction].small:
+            for lane in (*routes[direction].staged, *routes[direction].small):
                 if lane.kernel is not None:
                     assert lane.kernel.shared_bytes <= 227 * KIB - 1 * KIB
                     assert 0 < lane.kernel.lag < lane.kernel.stages

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine_adapter.copy_plan import Pieces, portions, runs, shares, split
+from engine_adapter.copy_plan import Pieces, portions, ranges, runs, shares, split, staged
 
 NBYTES = 4096
 U64 = NDArray[np.uint64]
@@ -64,6 +64,34 @@ def test_long_runs_are_large_and_the_blocks_of_short_ones_stay_alone() -> None:
     assert large.sizes.tolist() == [4 * NBYTES]
     assert small.sizes.tolist() == [NBYTES, NBYTES]
     assert small.sources.tolist() == sources[4:].tolist()
+
+
+def test_neighbours_on_the_host_alone_can_be_staged() -> None:
+    host, device = addresses([0, 1, 2, 3, 8, 20, 21]), addresses([5, 9, 1, 7, 3, 11, 13], base=1 << 41)
+    pieces = Pieces(sources=host, targets=device, sizes=np.full(7, NBYTES, dtype=np.uint64))
+    together, rest = staged(pieces, host, NBYTES, borders=(host[2:3],), from_bytes=2 * NBYTES)
+    assert together.sources.tolist() == host[[0, 1, 2, 3, 5, 6]].tolist()
+    assert together.targets.tolist() == device[[0, 1, 2, 3, 5, 6]].tolist()
+    assert rest.sources.tolist() == host[4:5].tolist()
+    together, rest = staged(pieces, host, NBYTES, borders=(host[2:3],), from_bytes=3 * NBYTES)
+    assert (len(together), len(rest)) == (0, 7), "the border parts the only run of three"
+
+
+@given(
+    count=st.integers(0, 300),
+    first=st.integers(1, 9),
+    most=st.integers(1, 60),
+    max_blocks=st.integers(1, 50),
+)
+def test_ranges_grow_and_cover_a_batch_once(count: int, first: int, most: int, max_blocks: int) -> None:
+    cut = list(
+        ranges(count, NBYTES, first_bytes=first * NBYTES, max_bytes=most * NBYTES, max_blocks=max_blocks)
+    )
+    assert [i for part in cut for i in part] == list(range(count))
+    sizes = [len(part) for part in cut]
+    assert all(size <= min(most, max_blocks) for size in sizes)
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert all(size == min(first << place, most, max_blocks) for place, size in enumerate(sizes[:-1]))
 
 
 @given(

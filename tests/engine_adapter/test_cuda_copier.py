@@ -125,6 +125,80 @@ def test_what_a_kernel_cannot_copy_takes_the_copy_engines(direction: Direction, 
         assert driver_of(rig).launches == []
 
 
+def paged_rig(*, staging_bytes: int) -> tuple[HostRig, FakeDriver]:
+    driver = FakeDriver()
+    route = Route(staged=(Lane(kernel=KERNEL, staging_bytes=staging_bytes),), staged_from_bytes=32 * KIB)
+    copier = CudaCopier(0, routes=dict.fromkeys(Direction, route), driver=driver, kernel=FakeKernel)
+    return HostRig(copier), driver
+
+
+@DIRECTIONS
+def test_pages_that_lie_together_on_the_host_alone_are_staged(direction: Direction) -> None:
+    """64 pages in DRAM, in runs of eight, go through 80 KiB of staging memory, 20 at a time."""
+    rig, driver = paged_rig(staging_bytes=80 * KIB)
+    blocks = random_blocks(64, 4 * KIB)
+    source, target = sides(rig, direction, blocks)
+    host = (np.arange(8)[::-1, None] * 8 + np.arange(8)).ravel()
+    device = np.random.default_rng(2).permutation(64)
+    from_, to = (host, device) if direction is Direction.LOAD else (device, host)
+    for _ in range(3):  # streams, and with them the staging memory, are used again
+        copied(rig, direction, scattered(source, from_), scattered(target, to))
+    expected = np.zeros_like(blocks)
+    expected[to] = blocks[from_]
+    assert (target.read() == expected).all()
+    assert driver.launches == 3 * [20, 20, 20, 4]
+    assert driver.batches == 3 * [3, 3, 3, 1], "a run of eight is one copy, but for where a portion ends"
+    rig.copier.close(5)
+    assert not driver._memory, "staging memory is given back"
+
+
+@DIRECTIONS
+def test_pages_apart_on_both_sides_are_not_staged(direction: Direction) -> None:
+    rig, driver = paged_rig(staging_bytes=80 * KIB)
+    blocks = random_blocks(64, 4 * KIB)
+    source, target = sides(rig, direction, blocks)
+    order = np.random.default_rng(3).permutation(64)
+    copied(rig, direction, scattered(source, order[::-1]), scattered(target, order))
+    expected = np.zeros_like(blocks)
+    expected[order] = blocks[order[::-1]]
+    assert (target.read() == expected).all()
+    assert driver.launches == []
+    rig.copier.close(5)
+
+
+def test_pages_that_a_kernel_cannot_copy_are_not_staged() -> None:
+    rig, driver = paged_rig(staging_bytes=80 * KIB)
+    blocks = random_blocks(64, 4 * KIB - 8)
+    source, target = sides(rig, Direction.LOAD, blocks)
+    order = np.random.default_rng(4).permutation(64)
+    copied(rig, Direction.LOAD, source, scattered(target, order))
+    assert (target.read()[order] == blocks).all()
+    assert driver.launches == []
+    rig.copier.close(5)
+
+
+def test_an_idle_copier_issues_at_once_on_the_thread_of_its_caller() -> None:
+    """No hand-over between threads before the first byte; what comes behind it waits for the issuing thread."""
+    limits = CopyLimits(first_bytes=64 * KIB, portion_bytes=256 * KIB)
+    with fake_rig(limits=limits, small=Lane()) as rig:
+        driver = driver_of(rig)
+        issuers: list[str] = []
+        whole = driver.copy_batch
+
+        def noted(*arguments: object) -> None:
+            issuers.append(threading.current_thread().name)
+            whole(*arguments)  # type: ignore[arg-type]
+
+        driver.copy_batch = noted  # type: ignore[method-assign]
+        blocks = random_blocks(40, 16 * KIB)
+        source, target = sides(rig, Direction.STORE, blocks)
+        order = np.random.default_rng(1).permutation(40)
+        copied(rig, Direction.STORE, scattered(source, order), target)
+        assert (target.read() == blocks[order]).all()
+        assert issuers == [threading.current_thread().name] + 3 * ["kvstore-store-issue"]
+        assert driver.batches == [4, 8, 16, 12]
+
+
 def test_several_lanes_share_a_portion() -> None:
     driver = FakeDriver()
     route = Route(small=(Lane(kernel=KERNEL, weight=3), Lane(weight=1)))

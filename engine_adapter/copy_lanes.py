@@ -1,0 +1,152 @@
+"""A lane in use: its streams, its kernel, its staging memory, and how a portion of pieces is put into one of them.
+
+Staging, for small pieces that lie together on the host and anywhere on the device: a load is a few large copies into
+the staging memory and a kernel that deals the pieces out at the speed of device memory; a store the reverse. Both are
+in one stream, which keeps its memory from being used twice; portions take turns on the streams, so the kernel of one
+runs beside the copies of another. What a kernel cannot copy goes by the copy engines, straight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.copier import Direction
+from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, CopyKernel, KernelShape
+from engine_adapter.copy_plan import Pieces, runs
+from engine_adapter.copy_routes import Lane
+from engine_adapter.cuda_driver import CudaDriver, SourceOrder
+from engine_adapter.pinned_host import PinnedHost
+from kvstore.errors import KvstoreError
+
+__all__ = ["Launches", "MakesKernel", "OpenLane"]
+
+U64 = NDArray[np.uint64]
+
+_LOG = logging.getLogger("kvstore.copier")
+_ANY = 1 << 62
+
+
+class Launches(Protocol):
+    """A compiled kernel (`CopyKernel`)."""
+
+    def launch(self, pieces: Pieces, stream: int) -> None:
+        """Copies."""
+        ...
+
+
+MakesKernel = Callable[[CudaDriver, KernelShape], Launches]
+
+
+class OpenLane:
+    """See the module. One thread at a time."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        host: PinnedHost,
+        direction: Direction,
+        lane: Lane,
+        kernel: MakesKernel = CopyKernel,
+    ) -> None:
+        """Compiles, allocates. Where either fails the lane goes by the copy engines, and the log says so."""
+        self.lane = lane
+        self._driver = driver
+        self._host = host
+        self._direction = direction
+        urgent = 1.0 if direction is Direction.LOAD else 0.0
+        self._streams = [driver.create_stream(urgent=urgent) for _ in range(lane.streams)]
+        self._turn = 0
+        self.kernel: Launches | None = None
+        self._staging: list[int] = []
+        try:
+            if lane.kernel is not None:
+                self.kernel = kernel(driver, lane.kernel)
+            if lane.staging_bytes and self.kernel is not None:
+                for _ in self._streams:
+                    self._staging.append(driver.allocate(lane.staging_bytes))
+        except KvstoreError as error:
+            _LOG.warning("small blocks go by the copy engines: %s", error)
+            self._free()
+
+    @property
+    def max_pieces(self) -> int:
+        """Of one portion."""
+        return MAX_PIECES if self.kernel is not None else _ANY
+
+    @property
+    def max_bytes(self) -> int:
+        """Of one portion."""
+        return self.lane.staging_bytes if self._staging else _ANY
+
+    def wait(self, event: int) -> None:
+        """What is started from now on comes after the event."""
+        for stream in self._streams:
+            self._driver.wait(stream, event)
+
+    def start(self, pieces: Pieces, order: SourceOrder) -> int:
+        """Puts a portion of at least one piece into the next stream; that stream."""
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._streams)
+        stream = self._streams[turn]
+        if self.kernel is not None:
+            if self._staging:
+                if self._stage(pieces, self.kernel, self._staging[turn], stream):
+                    return stream
+            elif (seen := self._seen(pieces)) is not None:
+                self.kernel.launch(seen, stream)
+                return stream
+        self._driver.copy_batch(pieces.targets, pieces.sources, pieces.sizes, stream, order)
+        return stream
+
+    def close(self) -> None:
+        """Ends the streams, in which nothing is under way, and gives the memory back."""
+        self._driver.destroy(streams=self._streams, events=[])
+        self._streams = []
+        self._free()
+
+    def _free(self) -> None:
+        staging, self._staging = self._staging, []
+        for address in staging:
+            self._driver.free(address)
+
+    def _stage(self, pieces: Pieces, kernel: Launches, staging: int, stream: int) -> bool:
+        """By the staging memory at `staging`; False where the kernel cannot."""
+        nbytes = int(pieces.sizes[0])
+        if len(pieces) * nbytes > self.lane.staging_bytes or not _aligned(pieces):
+            return False
+        places = np.uint64(staging) + np.arange(len(pieces), dtype=np.uint64) * np.uint64(nbytes)
+        load = self._direction is Direction.LOAD
+        host = pieces.sources if load else pieces.targets
+        begins = runs(host, host, nbytes, borders=(self._host.starts,), max_run_bytes=_ANY)
+        sizes = np.diff(np.append(begins, len(host))).astype(np.uint64) * np.uint64(nbytes)
+        if load:
+            self._driver.copy_batch(places[begins], host[begins], sizes, stream, SourceOrder.STREAM)
+            kernel.launch(Pieces(sources=places, targets=pieces.targets, sizes=pieces.sizes), stream)
+        else:
+            kernel.launch(Pieces(sources=pieces.sources, targets=places, sizes=pieces.sizes), stream)
+            self._driver.copy_batch(host[begins], places[begins], sizes, stream, SourceOrder.STREAM)
+        return True
+
+    def _seen(self, pieces: Pieces) -> Pieces | None:
+        """The pieces with the addresses that kernels use; None where a kernel cannot copy them."""
+        sources: U64 | None = pieces.sources
+        targets: U64 | None = pieces.targets
+        if self._direction is Direction.LOAD:
+            sources = self._host.seen_by_kernels(pieces.sources)
+        else:
+            targets = self._host.seen_by_kernels(pieces.targets)
+        if sources is None or targets is None:
+            return None
+        seen = Pieces(sources=sources, targets=targets, sizes=pieces.sizes)
+        return seen if _aligned(seen) else None
+
+
+def _aligned(pieces: Pieces) -> bool:
+    """Whether kernels can copy pieces of one size at these addresses."""
+    bits = np.bitwise_or.reduce(pieces.sources) | np.bitwise_or.reduce(pieces.targets) | pieces.sizes[0]
+    return not bits % np.uint64(ALIGNMENT_BYTES)
