@@ -161,10 +161,12 @@ class RawClient:
         self._take(received)
         return received.message
 
-    def give_hbm(self, slots: int = 64, slot_bytes: int = SLOT_BYTES) -> wire.Message | None:
-        """Makes an HBM extent and gives it; the answer."""
+    def give_hbm(
+        self, slots: int = 64, slot_bytes: int = SLOT_BYTES, *, fd: int | None = None
+    ) -> wire.Message | None:
+        """Makes an HBM extent and gives it, or gives `fd` as one, which becomes ours; the answer."""
         assert self.connection is not None
-        fd = create_memfd("test-hbm", slots * slot_bytes)
+        fd = create_memfd("test-hbm", slots * slot_bytes) if fd is None else fd
         message = wire.NewHbm(nbytes=slots * slot_bytes, slots=slots, slot_bytes=slot_bytes)
         wire.send(self.connection, message, [fd])
         while isinstance(answer := self.receive_descriptor(), wire.Extent | wire.Tables | wire.Ready):

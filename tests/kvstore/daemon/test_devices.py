@@ -17,7 +17,7 @@ from kvstore.wire import descriptors as wire
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support import fake_nvml
 from tests.support.daemon import Service, small_config, started, wait_for
-from tests.support.raw_client import SLOT_BYTES, RawClient
+from tests.support.raw_client import RawClient
 
 XID, ECC = fake_nvml.nvmlEventTypeXidCriticalError, fake_nvml.nvmlEventTypeDoubleBitEccError
 SLOTS = 16
@@ -70,12 +70,8 @@ def worker(gpu_service: Service) -> Iterator[Callable[[], RawClient]]:
         one.attach(device=device)
         one.hello()
         if not one.hbm:
-            assert one.connection is not None
-            fd = os.open("/dev/null", os.O_RDWR)
-            message = wire.NewHbm(nbytes=SLOTS * SLOT_BYTES, slots=SLOTS, slot_bytes=SLOT_BYTES)
-            wire.send(one.connection, message, [fd])
-            os.close(fd)
-            assert isinstance(one.receive_descriptor(), wire.Accepted)
+            answer = one.give_hbm(SLOTS, fd=os.open("/dev/null", os.O_RDWR))
+            assert isinstance(answer, wire.Accepted)
         one.open_stream()
         one.ns = one.namespace()
         return one
