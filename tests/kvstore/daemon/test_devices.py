@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.wire import descriptors as wire
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.kvstore.daemon.test_commands import run
 from tests.support import fake_nvml
 from tests.support.daemon import Service, small_config, started, wait_for
 from tests.support.raw_client import RawClient
@@ -102,6 +103,12 @@ def test_gpus_are_shown(gpu_service: Service, gpus: Gpus) -> None:
     with urlopen(f"http://127.0.0.1:{gpu_service.config.metrics_port}/metrics", timeout=5) as answer:
         lines = dict(line.rpartition(" ")[::2] for line in answer.read().decode().splitlines())
     assert float(lines['kvstore_gpu_memory_free_bytes{gpu="GPU-b"}']) == 70 << 30
+    shown = run("status", "--socket", gpu_service.socket).stdout
+    assert "Fake 0" in shown
+    assert "70GiB" in shown
+    assert "…" not in shown, "nothing is cut on 80 columns"
+    machine = json.loads(run("status", "--socket", gpu_service.socket, "--json").stdout)
+    assert machine["gpus"][1]["links"] == [30, 0]
     gpus.state(ecc=0, lost=1)
     wait_for("the lost GPU to be left out", lambda: len(gpu_service.stats().gpus) == 1)
 
