@@ -23,6 +23,7 @@ from kvstore.units import GIB, MIB
 from tests.support.device_process import DeviceProcess, pattern
 from tests.support.device_rounds import bytes_outlive_their_maker, kill_and_attach, started
 
+pytest.importorskip("cuda.bindings.driver", reason="needs the CUDA bindings and a GPU")
 pytestmark = pytest.mark.gpu
 
 _SLACK_BYTES = 16 * MIB
