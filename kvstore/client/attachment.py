@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import Descriptors, MappedMemory
 from kvstore.client.device import DeviceSpec, device_message, hbm_slots, open_device
+from kvstore.client.group import WHOLE, Group, Shard, group_identity
 from kvstore.client.memory import DramListener, HbmMemory
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import SessionState
@@ -31,6 +32,8 @@ __all__ = ["Attachment", "Namespace"]
 _LOG = logging.getLogger("kvstore.client")
 _PROTOCOL_VERSION = 1
 _MAP_TIMEOUT_S = 2.0
+_GROUP_TIMEOUT_S = 120.0
+"""For the answer to a shard of HBM: the other processes of a group open their devices meanwhile."""
 _RETRY_S = 0.05
 
 U32 = NDArray[np.uint32]
@@ -63,8 +66,12 @@ class Attachment:
         spec: DeviceSpec | None,
         timeout_s: float,
         listener: DramListener | None = None,
+        group: Group | None = None,
     ) -> None:
-        """Opens the device, attaches and maps. Raises: as `open_device`, and as the daemon answers."""
+        """Opens the device, attaches and maps. Raises: as `open_device`, as the daemon answers, and as the group."""
+        self._group = group
+        self._shard = WHOLE if group is None else Shard(member=0, members=group.members)
+        self._shard.nbytes(geometry.slot_bytes)  # whether blocks can be shared so
         self.geometry = geometry
         self._name = name
         self._spec = spec
@@ -78,7 +85,7 @@ class Attachment:
             self._reply = self._attach(None)
             self._descriptors = self._open_descriptors(None)
             try:
-                self.memory: MappedMemory = self._descriptors.open()
+                self.memory: MappedMemory = self._map()
             except BaseException:
                 self._detach()
                 raise
@@ -149,7 +156,7 @@ class Attachment:
         self._reply = self._attach(None)
         self._descriptors = self._open_descriptors(old.hbm)
         try:
-            self.memory = self._descriptors.open()
+            self.memory = self._map()
             self._reopen()
         except BaseException:
             self._descriptors.close()
@@ -199,31 +206,51 @@ class Attachment:
             name=self._name,
             groups=groups,
             dtype=self.geometry.dtype,
-            device=device_message(self._spec, self._device),
+            device=self._device_message(),
             hbm_bytes=self._budget_bytes(),
-            members=1,
+            members=self._shard.members,
             resume=resume,
         )
         reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
         return reply
 
     def _budget_bytes(self) -> int:
-        """HBM that the session will have at most: its budget in whole extents."""
+        """HBM that the session will have at most, on all its devices: the budget of each in whole extents."""
         if self._spec is None or self._device is None or not self._spec.hbm_bytes:
             return 0
         slot_bytes = self.geometry.slot_bytes
-        return hbm_slots(self._device, slot_bytes, self._spec.hbm_bytes) * slot_bytes
+        return hbm_slots(self._device, self._shard.nbytes(slot_bytes), self._spec.hbm_bytes) * slot_bytes
+
+    def _device_message(self) -> pb.Device | None:
+        message = device_message(self._spec, self._device)
+        if message is not None and self._group is not None:
+            message.identity = group_identity([message.identity, *self._group.identities])
+            message.uuid = ",".join([message.uuid, *self._group.uuids]).strip(",")
+        return message
+
+    def _map(self) -> MappedMemory:
+        """Maps what there is and gives what is missing, at the same time as the other processes of a group."""
+        if self._group is not None:
+            self._group.join(self._descriptor_path(), self._reply.token, self._reply.slot_bytes)
+        memory = self._descriptors.open()
+        if self._group is not None:
+            self._group.wait_joined(0 if memory.hbm is None else memory.hbm.num_pages)
+        return memory
+
+    def _descriptor_path(self) -> str:
+        return self._reply.descriptor_socket or descriptor_path(self._rpc.socket_path)
 
     def _open_descriptors(self, hbm_range: HbmMemory | None) -> Descriptors:
         return Descriptors(
-            self._reply.descriptor_socket or descriptor_path(self._rpc.socket_path),
+            self._descriptor_path(),
             self._reply.token,
             slot_bytes=self._reply.slot_bytes,
             spec=self._spec,
             device=self._device,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s if self._group is None else _GROUP_TIMEOUT_S,
             hbm_range=hbm_range,
             listener=self._listener,
+            shard=self._shard,
         )
 
     def _open(self, parts: Mapping[str, bytes]) -> pb.OpenNamespaceReply:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.client.device import DeviceSpec
+from kvstore.client.group import Group
 from kvstore.client.memory import DramListener
 from kvstore.client.rpc import Rpc
 from kvstore.client.session import Session
@@ -34,13 +35,16 @@ class Client:
         *,
         targets: Targets | None = None,
         listener: DramListener | None = None,
+        group: Group | None = None,
     ) -> Session:
         """Attaches an engine. `name` is shown to people; `device`: its owned HBM, None for none.
 
-        `listener` is told of DRAM that is mapped. Raises: Unavailable, ResourceExhausted (sessions, slots),
-        InvalidArgument, Unimplemented; where the device is a GPU, as `tiers.hbm.CudaDevice` too.
+        `listener` is told of DRAM that is mapped. `group`: the other processes among which each block is shared; then
+        `device` has a part of every block, and its budget holds for each of theirs too. Raises: Unavailable,
+        ResourceExhausted (sessions, slots), InvalidArgument, Unimplemented; where the device is a GPU, as
+        `tiers.hbm.CudaDevice` too.
         """
-        return Session(self._rpc, name, geometry, device, targets, self._timeout_s, listener)
+        return Session(self._rpc, name, geometry, device, targets, self._timeout_s, listener, group)
 
     def describe(self) -> pb.DescribeReply:
         """Version, boot epoch, process ids and configuration of the daemon."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.device import DeviceSpec, hbm_slots, slots_per_extent
+from kvstore.client.group import WHOLE, Shard
 from kvstore.client.memory import DramListener, DramMemory, HbmMemory, SharedTables
 from kvstore.client.trust import first_difference
 from kvstore.errors import DeadlineExceeded, FailedPrecondition, KvstoreError, ResourceExhausted, Unavailable
@@ -64,10 +65,12 @@ class Descriptors:
         timeout_s: float,
         hbm_range: HbmMemory | None = None,
         listener: DramListener | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         """`hbm_range`: pages of a session that this one takes the place of; its extents are mapped there.
 
-        `device` is what `spec` names, opened by the caller, who closes it after the memory.
+        `slot_bytes` is a whole block's, `shard` says which part of it is in HBM here. `device` is what `spec` names,
+        opened by the caller, who closes it after the memory.
         """
         self._range = hbm_range
         self._inherited = hbm_range is not None
@@ -76,7 +79,9 @@ class Descriptors:
         self._device = device
         self._path = path
         self._token = token
-        self._slot_bytes = slot_bytes
+        self._shard = shard
+        self._offset = shard.offset(slot_bytes)
+        self._slot_bytes = shard.nbytes(slot_bytes)
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -95,7 +100,7 @@ class Descriptors:
             self._socket.connect(self._path)
             pidfd = os.pidfd_open(os.getpid())
             try:
-                wire.send(self._socket, wire.Hello(token=self._token, member=0), [pidfd])
+                wire.send(self._socket, wire.Hello(token=self._token, member=self._shard.member), [pidfd])
             finally:
                 os.close(pidfd)
             memory = self._first_set(known)
@@ -197,7 +202,12 @@ class Descriptors:
             _add_hbm(hbm, item)
         if existing:
             self._check_trust(memory, hbm, spec.index, [_extent(item) for item in existing])
-        most, _ = slots_per_extent(device, slot_bytes)
+        self._give_missing(memory, hbm, wanted)
+
+    def _give_missing(self, memory: MappedMemory, hbm: HbmMemory, wanted: int) -> None:
+        """New extents until there are `wanted` pages, or no more are accepted. Raises ResourceExhausted with none."""
+        assert self._device is not None
+        most, _ = slots_per_extent(self._device, self._slot_bytes)
         while (missing := wanted - hbm.num_pages) > 0:
             pages = hbm.num_pages
             refusal = self._give_extent(memory, hbm, min(most, missing))
@@ -215,7 +225,9 @@ class Descriptors:
         Raises FailedPrecondition where it cannot, because a live session holds a slot.
         """
         ranges = [(extent.slot_base, extent.slots) for extent in extents]
-        slot = first_difference(memory.tables.columns, hbm, memory.dram, device=device, ranges=ranges)
+        slot = first_difference(
+            memory.tables.columns, hbm, memory.dram, device=device, ranges=ranges, offset=self._offset
+        )
         if slot is None:
             return
         _LOG.warning("HBM slot %d of an earlier worker differs from its DRAM copy: none of it is used", slot)

@@ -22,6 +22,7 @@ from kvstore.client.descriptors import MappedMemory
 from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Event
 from kvstore.client.grant import PendingGrant
+from kvstore.client.group import Group
 from kvstore.client.memory import DramListener, DramMemory, HbmMemory
 from kvstore.client.outbox import Cancel, Prefetch
 from kvstore.client.rpc import Rpc
@@ -60,6 +61,7 @@ class Session:
         targets: Targets | None,
         timeout_s: float,
         listener: DramListener | None = None,
+        group: Group | None = None,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
         self.name = name
@@ -67,7 +69,7 @@ class Session:
         self.device = device
         self._timeout_s = timeout_s
         self._closed = False
-        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener)
+        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group)
         memory = self._attachment.memory
         targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0)
         self._state = SessionState(memory.tables.columns.shape, self._attachment.max_message_blocks, targets)

@@ -25,11 +25,18 @@ U64 = NDArray[np.uint64]
 
 
 def first_difference(
-    columns: Columns, hbm: HbmMemory, dram: DramMemory, *, device: int, ranges: Sequence[tuple[int, int]]
+    columns: Columns,
+    hbm: HbmMemory,
+    dram: DramMemory,
+    *,
+    device: int,
+    ranges: Sequence[tuple[int, int]],
+    offset: int = 0,
 ) -> int | None:
     """An HBM slot among `ranges` of (first slot, slots) that differs from its DRAM copy; None where none does.
 
-    Looks at up to 16 blocks, evenly spread over those that both tiers have.
+    `offset`: bytes before this process's part of a block, where HBM has only a part. Looks at up to 16 blocks, evenly
+    spread over those that both tiers have.
     """
     slots, rows, copies = _in_both(columns, dram, device, ranges)
     if not len(slots):
@@ -38,7 +45,8 @@ def first_difference(
     for at in chosen.tolist():
         slot, row, copy = int(slots[at]), int(rows[at]), int(copies[at])
         before = _words(columns, slot, row, copy)
-        if hbm.read(slot) != dram.view(copy).tobytes() and _words(columns, slot, row, copy) == before:
+        part = dram.view(copy)[offset : offset + hbm.slot_bytes]
+        if hbm.read(slot) != part.tobytes() and _words(columns, slot, row, copy) == before:
             return slot
     return None
 
