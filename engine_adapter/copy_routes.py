@@ -34,12 +34,14 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One direction. Pieces of at least `large_from_bytes` take the large lanes; of the others those that lie on the
-    host in runs of at least `staged_from_bytes` take the staged lanes, where there are any; the rest the small ones.
+    """One direction. Where there are staged lanes, they take what is shorter than `staged_below_bytes` and lies on the
+    host in runs of at least `staged_from_bytes`. Of the rest, pieces of at least `large_from_bytes` take the large
+    lanes and the others the small ones.
     """
 
-    large_from_bytes: int = 128 << 10
+    large_from_bytes: int = 64 << 10
     large: tuple[Lane, ...] = (Lane(),)
+    staged_below_bytes: int = 256 << 10
     staged_from_bytes: int = 256 << 10
     staged: tuple[Lane, ...] = ()
     small: tuple[Lane, ...] = (Lane(),)

@@ -20,6 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
 from engine_adapter.copy_kernel import CopyKernel
 from engine_adapter.copy_lanes import MakesKernel, OpenLane
@@ -31,6 +34,8 @@ from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
 __all__ = ["CopyLimits", "CudaCopier"]
+
+U64 = NDArray[np.uint64]
 
 _LOG = logging.getLogger("kvstore.copier")
 _GRACE_S = 5.0
@@ -44,7 +49,7 @@ class CopyLimits:
     max_blocks: int = 16384
     """Most blocks taken and not complete; a batch that finds none is always taken."""
     first_bytes: int = 8 << 20
-    """Of a batch's first portion; each one after it may be twice as large."""
+    """Of the first portion where nothing is under way; each one after it may be twice as large."""
     portion_bytes: int = 64 << 20
     """What is issued at once, and has an event: 1.2 ms at 55 GB/s."""
     portion_copies: int = 2048
@@ -240,7 +245,7 @@ class _Way:
 
     def _begin(self, batch: CopyBatch) -> None:
         """Issues the first portion on the caller's thread, which has claimed the lanes; leaves the rest."""
-        rest = self._portions(batch)
+        rest = self._portions(batch, self._limits.first_bytes)
         try:
             with self._driver.current():
                 first = next(rest)
@@ -296,7 +301,7 @@ class _Way:
                 return begun
             batch = self._queue.popleft()
         self._follow(batch)
-        return batch, self._portions(batch)
+        return batch, self._portions(batch, self._limits.portion_bytes)
 
     def _follow(self, batch: CopyBatch) -> None:
         """What is issued from now on comes after the event that a batch names."""
@@ -331,7 +336,7 @@ class _Way:
         self._driver.record(event, stream)
         return event
 
-    def _portions(self, batch: CopyBatch) -> Iterator[_Portion]:
+    def _portions(self, batch: CopyBatch, first_bytes: int) -> Iterator[_Portion]:
         """Planned as they are asked for. At least one, which is empty for an empty batch."""
         limits, count = self._limits, len(batch.sources)
         if not count:
@@ -339,7 +344,7 @@ class _Way:
         for part in ranges(
             count,
             batch.nbytes,
-            first_bytes=limits.first_bytes,
+            first_bytes=first_bytes,
             max_bytes=limits.portion_bytes,
             max_blocks=limits.portion_copies,
         ):
@@ -353,18 +358,33 @@ class _Way:
         """A range of a batch's blocks by lanes."""
         limits, route, nbytes = self._limits, self._route, batch.nbytes
         sources, targets = batch.sources[part.start : part.stop], batch.targets[part.start : part.stop]
-        borders = (self._host.starts,)
-        begins = runs(sources, targets, nbytes, borders=borders, max_run_bytes=limits.portion_bytes)
-        large, small = split(sources, targets, nbytes, begins, large_from_bytes=route.large_from_bytes)
-        together = Pieces.none()
-        if self._staged and len(small):
-            host = small.sources if self._direction is Direction.LOAD else small.targets
-            together, small = staged(small, host, nbytes, borders=borders, from_bytes=route.staged_from_bytes)
-        for lanes, pieces in ((self._large, large), (self._staged, together), (self._small, small)):
+        cut: list[tuple[Sequence[OpenLane], Pieces]] = []
+        if self._staged and nbytes < route.staged_below_bytes:
+            long, short = self._split(sources, targets, nbytes, route.staged_below_bytes)
+            host = short.sources if self._direction is Direction.LOAD else short.targets
+            together, rest = staged(
+                short, host, nbytes, borders=(self._host.starts,), from_bytes=route.staged_from_bytes
+            )
+            cut += (self._large, long), (self._staged, together)
+            sources, targets = rest.sources, rest.targets
+        large, small = self._split(sources, targets, nbytes, route.large_from_bytes)
+        cut += (self._large, large), (self._small, small)
+        for lanes, pieces in cut:
             most = min((lane.max_pieces for lane in lanes), default=0)
             bound = min((limits.portion_bytes, *(lane.max_bytes for lane in lanes)))
             for portion in portions(pieces, max_bytes=bound, max_pieces=most):
                 yield lanes, portion
+
+    def _split(self, sources: U64, targets: U64, nbytes: int, from_bytes: int) -> tuple[Pieces, Pieces]:
+        """Runs of at least so many bytes, and single blocks."""
+        begins = runs(
+            sources,
+            targets,
+            nbytes,
+            borders=(self._host.starts,),
+            max_run_bytes=self._limits.portion_bytes,
+        )
+        return split(sources, targets, nbytes, begins, large_from_bytes=from_bytes)
 
     def _room_for(self, nbytes: int) -> bool:
         """Waits until so much more may be under way; False where nothing more is to be issued."""

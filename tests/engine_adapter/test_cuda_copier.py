@@ -166,6 +166,24 @@ def test_pages_apart_on_both_sides_are_not_staged(direction: Direction) -> None:
     rig.copier.close(5)
 
 
+@DIRECTIONS
+def test_a_batch_may_have_runs_pages_and_lone_blocks(direction: Direction) -> None:
+    """A run on both sides goes straight, neighbours on the host alone are staged, the others go one by one."""
+    rig, driver = paged_rig(staging_bytes=1024 * KIB)
+    blocks = random_blocks(160, 4 * KIB)
+    source, target = sides(rig, direction, blocks)
+    host = np.concatenate([np.arange(70), np.arange(80, 110), np.arange(158, 110, -2)])
+    device = np.concatenate([np.arange(70), np.arange(129, 99, -1), np.arange(70, 94)])
+    from_, to = (host, device) if direction is Direction.LOAD else (device, host)
+    copied(rig, direction, scattered(source, from_), scattered(target, to))
+    expected = np.zeros_like(blocks)
+    expected[to] = blocks[from_]
+    assert (target.read() == expected).all()
+    assert driver.launches == [30]
+    assert sorted(driver.batches) == [1, 1, 24]
+    rig.copier.close(5)
+
+
 def test_pages_that_a_kernel_cannot_copy_are_not_staged() -> None:
     rig, driver = paged_rig(staging_bytes=80 * KIB)
     blocks = random_blocks(64, 4 * KIB - 8)
