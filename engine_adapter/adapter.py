@@ -262,6 +262,8 @@ class KvstoreBlockManager:
             targets=session.hbm.address_of(targets.slots),
             nbytes=session.hbm.slot_bytes,
             done=done,
+            hbm_slots=targets.slots,
+            dram_slots=sources.slots,
         )
 
     def _finish_load(self, entry: _Request) -> None:

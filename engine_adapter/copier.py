@@ -47,6 +47,9 @@ class CopyBatch:
     done: Callable[[], None]
     after: int | None = None
     """A CUDA event, alive until `done`, that has to come first; None: nothing. The twin's memory is always ready."""
+    hbm_slots: NDArray[np.uint32] | None = None  # [n]
+    dram_slots: NDArray[np.uint32] | None = None  # [n]
+    """The same blocks by the store's numbers: other processes of a group copy their parts of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,8 @@ class WriteThrough(Listener):
                 targets=self._session.dram.address_of(targets.slots),
                 nbytes=self._session.hbm.slot_bytes,
                 done=partial(self._copied, sources, targets),
+                hbm_slots=sources.slots,
+                dram_slots=targets.slots,
             )
             if not self._copier.submit(batch):
                 self._ended(len(sources))
