@@ -19,8 +19,8 @@ from bench.copy_sides import CopyBed, open_bed
 from bench.timing import median
 from engine_adapter.copier import Copier, Direction
 from engine_adapter.copy_kernel import KernelKind, KernelShape
+from engine_adapter.copy_portions import CopyLimits
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
-from engine_adapter.cuda_copier import CopyLimits
 from engine_adapter.cuda_driver import SourceOrder
 
 __all__ = ["FULL", "LIMITS", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from engine_adapter.copier import Direction
 from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, CopyKernel, KernelShape
 from engine_adapter.copy_plan import Pieces, runs
-from engine_adapter.copy_routes import Lane
+from engine_adapter.copy_routes import Lane, Route
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError
 
-__all__ = ["Launches", "MakesKernel", "OpenLane"]
+__all__ = ["Lanes", "Launches", "MakesKernel", "OpenLane"]
 
 U64 = NDArray[np.uint64]
 
@@ -71,6 +71,7 @@ class OpenLane:
                     self._staging.append(driver.allocate(lane.staging_bytes))
         except KvstoreError as error:
             _LOG.warning("small blocks go by the copy engines: %s", error)
+            self.kernel = None
             self._free()
 
     @property
@@ -144,6 +145,29 @@ class OpenLane:
             return None
         seen = Pieces(sources=sources, targets=targets, sizes=pieces.sizes)
         return seen if _aligned(seen) else None
+
+
+class Lanes:
+    """Those of one direction. One thread at a time."""
+
+    def __init__(
+        self, driver: CudaDriver, host: PinnedHost, direction: Direction, route: Route, kernel: MakesKernel
+    ) -> None:
+        self.large, self.staged, self.small = (
+            tuple(OpenLane(driver, host, direction, lane, kernel) for lane in lanes)
+            for lanes in (route.large, route.staged, route.small)
+        )
+        self._open = [*self.large, *self.staged, *self.small]
+
+    def wait(self, event: int) -> None:
+        """What is started from now on comes after the event."""
+        for lane in self._open:
+            lane.wait(event)
+
+    def close(self) -> None:
+        """Ends them; nothing is under way. Again: nothing."""
+        while self._open:
+            self._open.pop().close()
 
 
 def _aligned(pieces: Pieces) -> bool:

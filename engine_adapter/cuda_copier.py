@@ -17,46 +17,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
 from engine_adapter.copy_kernel import CopyKernel
-from engine_adapter.copy_lanes import MakesKernel, OpenLane
-from engine_adapter.copy_plan import Pieces, portions, ranges, runs, shares, split, staged
+from engine_adapter.copy_lanes import Lanes, MakesKernel
+from engine_adapter.copy_portions import CopyLimits, Planner, Portion
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Route
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder, Waiting
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
-__all__ = ["CopyLimits", "CudaCopier"]
-
-U64 = NDArray[np.uint64]
+__all__ = ["CudaCopier"]
 
 _LOG = logging.getLogger("kvstore.copier")
 _GRACE_S = 5.0
 """What is under way is bounded, milliseconds; a device that takes longer is broken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyLimits:
-    """Of one direction."""
-
-    max_blocks: int = 16384
-    """Most blocks taken and not complete; a batch that finds none is always taken."""
-    first_bytes: int = 8 << 20
-    """Of the first portion where nothing is under way; each one after it may be twice as large."""
-    portion_bytes: int = 64 << 20
-    """What is issued at once, and has an event: 1.2 ms at 55 GB/s."""
-    portion_copies: int = 2048
-    """Most blocks of a portion."""
-    flight_bytes: int = 256 << 20
-    """Most bytes issued and not complete, but for a single larger block."""
-    flight_portions: int = 16
 
 
 class CudaCopier:
@@ -115,17 +93,6 @@ class CudaCopier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Portion:
-    """What is issued at once, and by which lanes."""
-
-    lanes: Sequence[OpenLane]
-    pieces: Pieces
-    left_bytes: int
-    """About what of the batch comes after it."""
-    last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flight:
     """A portion under way. Its batch is complete with its last portion."""
 
@@ -153,16 +120,13 @@ class _Way:
         self._direction = direction
         self._route = route
         self._limits = limits
-        self._large, self._staged, self._small = (
-            tuple(OpenLane(driver, host, direction, lane, kernel) for lane in lanes)
-            for lanes in (route.large, route.staged, route.small)
-        )
-        self._lanes = (*self._large, *self._staged, *self._small)
+        self._lanes = Lanes(driver, host, direction, route, kernel)
+        self._planner = Planner(host, direction, route, limits, self._lanes)
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # of the issuing thread: batches, room
         self._landing = threading.Condition(lock)  # of the finishing thread: flights
         self._queue: deque[CopyBatch] = deque()
-        self._begun: tuple[CopyBatch, Iterator[_Portion]] | None = (
+        self._begun: tuple[CopyBatch, Iterator[Portion]] | None = (
             None  # by a caller; the rest is to be issued
         )
         self._claimed = False  # a caller issues just now: lanes belong to one thread at a time
@@ -235,9 +199,7 @@ class _Way:
         if any(thread.is_alive() for thread in self._threads):
             _LOG.error("the device does not complete its copies")
         elif self._failure is None:
-            lanes, self._lanes = self._lanes, ()  # closing again is nothing
-            for lane in lanes:
-                lane.close()
+            self._lanes.close()  # closing again is nothing
             self._driver.destroy(
                 streams=[], events=[event for pool in self._events.values() for event in pool]
             )
@@ -245,7 +207,7 @@ class _Way:
 
     def _begin(self, batch: CopyBatch) -> None:
         """Issues the first portion on the caller's thread, which has claimed the lanes; leaves the rest."""
-        rest = self._portions(batch, self._limits.first_bytes)
+        rest = self._planner.portions(batch, self._limits.first_bytes)
         try:
             with self._driver.current():
                 first = next(rest)
@@ -289,7 +251,7 @@ class _Way:
                 self._issued_all = True
                 self._landing.notify()
 
-    def _next(self) -> tuple[CopyBatch, Iterator[_Portion]] | None:
+    def _next(self) -> tuple[CopyBatch, Iterator[Portion]] | None:
         """What is to be issued next; None once finishing and empty."""
         with self._work:
             while self._claimed or not (self._begun or self._queue):
@@ -301,15 +263,14 @@ class _Way:
                 return begun
             batch = self._queue.popleft()
         self._follow(batch)
-        return batch, self._portions(batch, self._limits.portion_bytes)
+        return batch, self._planner.portions(batch, self._limits.portion_bytes)
 
     def _follow(self, batch: CopyBatch) -> None:
         """What is issued from now on comes after the event that a batch names."""
         if batch.after is not None:
-            for lane in self._lanes:
-                lane.wait(batch.after)
+            self._lanes.wait(batch.after)
 
-    def _issue(self, batch: CopyBatch, portion: _Portion) -> None:
+    def _issue(self, batch: CopyBatch, portion: Portion) -> None:
         """Puts a portion, and events behind it, into streams."""
         # A request waits for the end of a load: a core for a millisecond or two. Nobody waits for anything else.
         spins = self._direction is Direction.LOAD and portion.left_bytes < self._limits.portion_bytes
@@ -319,7 +280,7 @@ class _Way:
             self._mark(
                 lane.start(part, lane.lane.order if batch.after is None else SourceOrder.STREAM), waiting
             )
-            for lane, part in _dealt(portion.lanes, portion.pieces)
+            for lane, part in portion.dealt()
         ]
         flight = _Flight(batch=batch, nbytes=nbytes, events=events, waiting=waiting, last=portion.last)
         with self._landing:
@@ -335,56 +296,6 @@ class _Way:
         event = event or self._driver.create_event(waiting)
         self._driver.record(event, stream)
         return event
-
-    def _portions(self, batch: CopyBatch, first_bytes: int) -> Iterator[_Portion]:
-        """Planned as they are asked for. At least one, which is empty for an empty batch."""
-        limits, count = self._limits, len(batch.sources)
-        if not count:
-            yield _Portion(lanes=self._large, pieces=Pieces.none(), left_bytes=0, last=True)
-        for part in ranges(
-            count,
-            batch.nbytes,
-            first_bytes=first_bytes,
-            max_bytes=limits.portion_bytes,
-            max_blocks=limits.portion_copies,
-        ):
-            left = count - part.stop
-            planned = list(self._planned(batch, part))
-            for place, (lanes, pieces) in enumerate(planned, 1):
-                last = not left and place == len(planned)
-                yield _Portion(lanes=lanes, pieces=pieces, left_bytes=left * batch.nbytes, last=last)
-
-    def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
-        """A range of a batch's blocks by lanes."""
-        limits, route, nbytes = self._limits, self._route, batch.nbytes
-        sources, targets = batch.sources[part.start : part.stop], batch.targets[part.start : part.stop]
-        cut: list[tuple[Sequence[OpenLane], Pieces]] = []
-        if self._staged and nbytes < route.staged_below_bytes:
-            long, short = self._split(sources, targets, nbytes, route.staged_below_bytes)
-            host = short.sources if self._direction is Direction.LOAD else short.targets
-            together, rest = staged(
-                short, host, nbytes, borders=(self._host.starts,), from_bytes=route.staged_from_bytes
-            )
-            cut += (self._large, long), (self._staged, together)
-            sources, targets = rest.sources, rest.targets
-        large, small = self._split(sources, targets, nbytes, route.large_from_bytes)
-        cut += (self._large, large), (self._small, small)
-        for lanes, pieces in cut:
-            most = min((lane.max_pieces for lane in lanes), default=0)
-            bound = min((limits.portion_bytes, *(lane.max_bytes for lane in lanes)))
-            for portion in portions(pieces, max_bytes=bound, max_pieces=most):
-                yield lanes, portion
-
-    def _split(self, sources: U64, targets: U64, nbytes: int, from_bytes: int) -> tuple[Pieces, Pieces]:
-        """Runs of at least so many bytes, and single blocks."""
-        begins = runs(
-            sources,
-            targets,
-            nbytes,
-            borders=(self._host.starts,),
-            max_run_bytes=self._limits.portion_bytes,
-        )
-        return split(sources, targets, nbytes, begins, large_from_bytes=from_bytes)
 
     def _room_for(self, nbytes: int) -> bool:
         """Waits until so much more may be under way; False where nothing more is to be issued."""
@@ -424,9 +335,3 @@ class _Way:
                     return None
                 self._landing.wait()
             return self._flights[0]
-
-
-def _dealt(lanes: Sequence[OpenLane], pieces: Pieces) -> Iterator[tuple[OpenLane, Pieces]]:
-    """A portion's part of each lane that gets one."""
-    parts = shares(pieces, [lane.lane.weight for lane in lanes])
-    return ((lane, part) for lane, part in zip(lanes, parts, strict=True) if len(part))

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from engine_adapter.copier import CopyBatch, Direction, TwinCopier
 from engine_adapter.copy_kernel import KernelKind, KernelShape
 from engine_adapter.copy_plan import Pieces
+from engine_adapter.copy_portions import CopyLimits
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
-from engine_adapter.cuda_copier import CopyLimits, CudaCopier
+from engine_adapter.cuda_copier import CudaCopier
 from engine_adapter.cuda_driver import Waiting
 from kvstore.errors import KvstoreError
 

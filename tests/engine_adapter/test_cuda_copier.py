@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from engine_adapter.copier import CopyBatch, Direction
 from engine_adapter.copy_kernel import KernelShape
+from engine_adapter.copy_portions import CopyLimits
 from engine_adapter.copy_routes import Lane, Route
-from engine_adapter.cuda_copier import CopyLimits, CudaCopier
+from engine_adapter.cuda_copier import CudaCopier
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError, MissingExtra, Unavailable
 from tests.engine_adapter.copier_rigs import (

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bench.copy import CopyPlan, measure
 from bench.copy_tune import candidates
 from engine_adapter.copier import CopyBatch, Direction
-from engine_adapter.cuda_copier import CopyLimits
+from engine_adapter.copy_portions import CopyLimits
 from engine_adapter.cuda_driver import CudaDriver, cuda_devices
 from kvstore.errors import FailedPrecondition, ResourceExhausted
 from kvstore.faults import FAULT_VARIABLE
@@ -97,7 +97,7 @@ def test_staged_pages_arrive(direction: Direction, nbytes: int, name: str) -> No
     """More than both staging memories hold, so each is used again while its bytes could still be under way."""
     count = 56 * MIB // nbytes // 16 * 16
     with gpu_rig(limits=CopyLimits(), routes=dict(candidates()[name])) as rig:
-        assert rig.copier._ways[direction]._staged[0]._staging
+        assert rig.copier._ways[direction]._lanes.staged[0]._staging
         blocks = random_blocks(count, nbytes)
         source, target = sides(rig, direction, blocks)
         rng = np.random.default_rng(nbytes)
@@ -117,7 +117,7 @@ def test_kernels_are_compiled_where_the_routes_name_them(
     """Without this a missing compiler would leave every other test green, on the copy engines."""
     for name in ("threads 8", "bulk 8"):
         with gpu_rig(routes=dict(candidates()[name])) as rig:
-            lane = rig.copier._ways[direction]._small[0]
+            lane = rig.copier._ways[direction]._lanes.small[0]
             assert lane.kernel is not None, caplog.text
 
 
@@ -246,7 +246,7 @@ VICTIM = """
 import numpy as np, sys, threading
 from engine_adapter.copier import Direction
 from tests.engine_adapter.copier_rigs import batch_of, gpu_rig
-from engine_adapter.cuda_copier import CopyLimits
+from engine_adapter.copy_portions import CopyLimits
 with gpu_rig(limits=CopyLimits()) as rig:
     source = rig.device(np.ones((64, 4 << 20), dtype=np.uint8))
     target = rig.host(np.zeros((64, 4 << 20), dtype=np.uint8))
