@@ -9,14 +9,15 @@ runs beside the copies of another. What a kernel cannot copy goes by the copy en
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.copier import Direction
-from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, CopyKernel, KernelShape
+from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, KernelShape
 from engine_adapter.copy_plan import Pieces, runs
 from engine_adapter.copy_routes import Lane, Route
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder
@@ -51,15 +52,18 @@ class OpenLane:
         host: PinnedHost,
         direction: Direction,
         lane: Lane,
-        kernel: MakesKernel = CopyKernel,
+        streams: Sequence[int],
+        kernel: MakesKernel,
     ) -> None:
-        """Compiles, allocates. Where either fails the lane goes by the copy engines, and the log says so."""
+        """Compiles, allocates. Where either fails the lane goes by the copy engines, and the log says so.
+
+        `streams`: at least `lane.streams`, the caller's, with nothing under way when the lane is closed.
+        """
         self.lane = lane
         self._driver = driver
         self._host = host
         self._direction = direction
-        urgent = 1.0 if direction is Direction.LOAD else 0.0
-        self._streams = [driver.create_stream(urgent=urgent) for _ in range(lane.streams)]
+        self._streams = streams[: lane.streams]
         self._turn = 0
         self.kernel: Launches | None = None
         self._staging: list[int] = []
@@ -72,7 +76,7 @@ class OpenLane:
         except KvstoreError as error:
             _LOG.warning("small blocks go by the copy engines: %s", error)
             self.kernel = None
-            self._free()
+            self.close()
 
     @property
     def max_pieces(self) -> int:
@@ -83,11 +87,6 @@ class OpenLane:
     def max_bytes(self) -> int:
         """Of one portion."""
         return self.lane.staging_bytes if self._staging else _ANY
-
-    def wait(self, event: int) -> None:
-        """What is started from now on comes after the event."""
-        for stream in self._streams:
-            self._driver.wait(stream, event)
 
     def start(self, pieces: Pieces, order: SourceOrder) -> int:
         """Puts a portion of at least one piece into the next stream; that stream."""
@@ -105,12 +104,7 @@ class OpenLane:
         return stream
 
     def close(self) -> None:
-        """Ends the streams, in which nothing is under way, and gives the memory back."""
-        self._driver.destroy(streams=self._streams, events=[])
-        self._streams = []
-        self._free()
-
-    def _free(self) -> None:
+        """Gives the memory back."""
         staging, self._staging = self._staging, []
         for address in staging:
             self._driver.free(address)
@@ -148,26 +142,42 @@ class OpenLane:
 
 
 class Lanes:
-    """Those of one direction. One thread at a time."""
+    """Those of one direction. One thread at a time.
+
+    Lanes of different sizes of pieces have the same streams, and lanes that share portions have others: more streams
+    than the device has queues would let one wait for another, or for the engine's.
+    """
 
     def __init__(
         self, driver: CudaDriver, host: PinnedHost, direction: Direction, route: Route, kernel: MakesKernel
     ) -> None:
+        self._driver = driver
+        urgent = 1.0 if direction is Direction.LOAD else 0.0
+        ways = (route.large, route.staged, route.small)
+        streams = [
+            [driver.create_stream(urgent=urgent) for _ in range(max(lane.streams for lane in beside if lane))]
+            for beside in zip_longest(*ways)
+        ]
         self.large, self.staged, self.small = (
-            tuple(OpenLane(driver, host, direction, lane, kernel) for lane in lanes)
-            for lanes in (route.large, route.staged, route.small)
+            tuple(
+                OpenLane(driver, host, direction, lane, own, kernel)
+                for lane, own in zip(lanes, streams, strict=False)
+            )
+            for lanes in ways
         )
-        self._open = [*self.large, *self.staged, *self.small]
+        self._streams = [stream for own in streams for stream in own]
 
     def wait(self, event: int) -> None:
         """What is started from now on comes after the event."""
-        for lane in self._open:
-            lane.wait(event)
+        for stream in self._streams:
+            self._driver.wait(stream, event)
 
     def close(self) -> None:
         """Ends them; nothing is under way. Again: nothing."""
-        while self._open:
-            self._open.pop().close()
+        streams, self._streams = self._streams, []
+        self._driver.destroy(streams=streams, events=[])
+        for lane in (*self.large, *self.staged, *self.small):
+            lane.close()
 
 
 def _aligned(pieces: Pieces) -> bool:

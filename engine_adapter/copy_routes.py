@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_ROUTES", "Lane", "Route"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Streams of its own and what is put into them."""
+    """Streams and what is put into them."""
 
     kernel: KernelShape | None = None
     """None: the copy engines."""

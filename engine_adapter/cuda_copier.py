@@ -30,7 +30,7 @@ from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
-__all__ = ["CudaCopier"]
+__all__ = ["CopyLimits", "CudaCopier"]
 
 _LOG = logging.getLogger("kvstore.copier")
 _GRACE_S = 5.0

@@ -218,6 +218,19 @@ def test_an_idle_copier_issues_at_once_on_the_thread_of_its_caller() -> None:
         assert driver.batches == [4, 8, 16, 12]
 
 
+def test_lanes_of_different_sizes_have_the_same_streams() -> None:
+    """Devices have eight queues unless told otherwise, and the engine needs some of them."""
+    driver = FakeDriver()
+    copier = CudaCopier(0, driver=driver, kernel=FakeKernel)
+    assert len(driver._streams) == 4, "two a direction"
+    copier.close(5)
+    assert not driver._streams
+    two = Route(small=(Lane(streams=1), Lane(streams=3)))
+    copier = CudaCopier(0, routes=dict.fromkeys(Direction, two), driver=driver, kernel=FakeKernel)
+    assert len(driver._streams) == 10
+    copier.close(5)
+
+
 def test_several_lanes_share_a_portion() -> None:
     driver = FakeDriver()
     route = Route(small=(Lane(kernel=KERNEL, weight=3), Lane(weight=1)))
