@@ -6,6 +6,7 @@ call gives. What is granted is held in the shared tables before the answer exist
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,8 @@ from kvstore.table import distinct
 __all__ = ["Acquiring", "Request"]
 
 
-_COUNTER = {
+_HIT_HBM, _HIT_DRAM = np.uint8(Outcome.HIT_HBM), np.uint8(Outcome.HIT_DRAM)
+_COUNTER: Mapping[int, str] = {
     Outcome.MISS: "blocks_miss",
     Outcome.HIT_HBM: "blocks_hit_hbm",
     Outcome.HIT_DRAM: "blocks_hit_dram",
@@ -100,39 +102,50 @@ class Acquiring:
         sealed = state.table.sealed(draft.rows)
         run = len(sealed) if sealed.all() else int(sealed.argmin())
         rows = draft.rows[:run]
-        dram = state.columns.dram[rows]
-        in_dram = state.dram.sealed(dram)
-        in_hbm = np.zeros(run, dtype=np.bool_)
-        hbm = np.full(run, NONE, dtype=np.uint32)
-        if session.device is not None:
-            hbm = state.columns.hbm[session.device, rows]
-            in_hbm = state.hbm.sealed(hbm)
-            in_hbm &= self._of_size(Tier.HBM, hbm, in_hbm, session)
-            if not request.private_fill:  # somebody is loading it: wait for that one copy
-                in_dram &= ~state.hbm.filling(hbm)
-        in_dram &= ~in_hbm
-        in_dram &= self._of_size(Tier.DRAM, dram, in_dram, session)
-        good = in_hbm | in_dram
-        run = run if good.all() else int(good.argmin())
-        run = state.may_hold(session, run)
-        in_hbm, in_dram = in_hbm[:run], in_dram[:run]
-        draft.outcomes[:run] = np.where(in_hbm, np.uint8(Outcome.HIT_HBM), np.uint8(Outcome.HIT_DRAM))
-        draft.hbm[:run][in_hbm] = hbm[:run][in_hbm]
-        draft.dram[:run][in_dram] = dram[:run][in_dram]
-        for pool, given, wanted in ((state.hbm, draft.hbm, in_hbm), (state.dram, draft.dram, in_dram)):
+        in_hbm, hbm = self._in_hbm(session, rows)
+        if in_hbm.all():  # the common case asks nothing of DRAM
+            run = state.may_hold(session, run)
+            in_hbm, in_dram, dram = in_hbm[:run], np.zeros(run, dtype=np.bool_), NO_SLOTS
+        else:
+            dram = state.columns.dram[rows]
+            in_dram = state.dram.sealed(dram) & ~in_hbm
+            if session.device is not None and not request.private_fill:
+                in_dram &= ~state.hbm.filling(hbm)  # somebody is loading it: wait for that one copy
+            in_dram &= self._of_size(Tier.DRAM, dram, in_dram, session)
+            good = in_hbm | in_dram
+            run = state.may_hold(session, run if good.all() else int(good.argmin()))
+            in_hbm, in_dram = in_hbm[:run], in_dram[:run]
+        for pool, slots, given, wanted, outcome in (
+            (state.hbm, hbm, draft.hbm, in_hbm, _HIT_HBM),
+            (state.dram, dram, draft.dram, in_dram, _HIT_DRAM),
+        ):
             if wanted.any():
-                slots = given[:run][wanted]
-                draft.fresh[:run][wanted] = (pool.holders[slots] & session.holder) == 0
-                pool.hold(slots, session.holder)
+                held = slots[:run] if wanted.all() else slots[:run][wanted]
+                draft.outcomes[:run][wanted] = outcome
+                given[:run][wanted] = held
+                draft.fresh[:run][wanted] = (pool.holders[held] & session.holder) == 0
+                pool.hold(held, session.holder)
         session.held_bound += run
         state.fault("acquire.held")
         return run
+
+    def _in_hbm(self, session: Session, rows: U32) -> tuple[NDArray[np.bool_], U32]:
+        """[n] whether the session's HBM has each block, of its size, and in which slot."""
+        state = self._state
+        if session.device is None:
+            return np.zeros(len(rows), dtype=np.bool_), np.full(len(rows), NONE, dtype=np.uint32)
+        hbm = state.columns.hbm[session.device, rows]
+        in_hbm = state.hbm.sealed(hbm)
+        return in_hbm & self._of_size(Tier.HBM, hbm, in_hbm, session), hbm
 
     def _of_size(
         self, tier: Tier, slots: U32, wanted: NDArray[np.bool_], session: Session
     ) -> NDArray[np.bool_]:
         """[n] whether the wanted slots have the session's size: two geometries never meet under one namespace."""
-        sizes = self._state.pool(tier).slot_bytes(np.where(wanted, slots, 0))
+        pool = self._state.pool(tier)
+        if pool.is_all_of(session.slot_bytes):
+            return wanted
+        sizes = pool.slot_bytes(np.where(wanted, slots, 0))
         same: NDArray[np.bool_] = sizes == np.uint64(session.slot_bytes)
         return same
 
@@ -268,11 +281,14 @@ class Acquiring:
     def _generations(self, tier: Tier, slots: U32) -> U32:
         """[n] generations of slots, 0 where none is given."""
         given = slots != NONE
+        if given.all():
+            return self._state.pool(tier).generations(slots)
+        if not given.any():
+            return np.zeros(len(slots), dtype=np.uint32)
         generations = self._state.pool(tier).generations(np.where(given, slots, 0))
-        return generations if given.all() else np.where(given, generations, np.uint32(0))
+        return np.where(given, generations, np.uint32(0))
 
     def _count(self, draft: _Draft) -> None:
-        counts = np.bincount(draft.outcomes, minlength=len(Outcome)).tolist()
-        for outcome, name in _COUNTER.items():
-            if counts[outcome]:
-                self._state.counters[name] += counts[outcome]
+        for outcome, count in enumerate(np.bincount(draft.outcomes).tolist()):
+            if count and outcome in _COUNTER:
+                self._state.counters[_COUNTER[outcome]] += count

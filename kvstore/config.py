@@ -35,7 +35,7 @@ MAX_NVME_PATHS = 16
 _PAGE_BYTES = 4 * KIB
 _MAX_SLOTS = (1 << 32) - 2  # of one tier: their numbers have 32 bits
 _SUN_PATH_BYTES = 107  # of sun_path, without its NUL
-_LONGEST_SUFFIX = ".admin"
+_LONGEST_SUFFIX = ".stream"
 
 
 def _require(condition: bool, key: str, problem: str) -> None:

@@ -53,6 +53,7 @@ class SlotPool:
         "_columns",
         "_fault",
         "_free",
+        "_sizes",
         "classes",
         "extent",
         "holders",
@@ -70,6 +71,8 @@ class SlotPool:
         self._free: NDArray[np.bool_] = states(pool.state) == SlotState.FREE
         self._class_of_extent: dict[int, SlotClass] = {}
         self.classes: dict[ClassKey, SlotClass] = {}
+        of_tier = columns.extent_tier == tier
+        self._sizes: set[int] = set(columns.extent_slot_bytes[of_tier].tolist()) - {0}
 
     def __len__(self) -> int:
         return len(self.state)
@@ -81,6 +84,7 @@ class SlotPool:
         found = self.classes.get(key)
         if found is None:
             found = self.classes[key] = SlotClass(key=key, free=FreeRuns(self._free))
+            self._sizes.add(key.slot_bytes)
         return found
 
     def open_extent(self, extent: int) -> None:
@@ -110,6 +114,10 @@ class SlotPool:
         """[n] size of each slot."""
         sizes: U64 = self._columns.extent_slot_bytes[self.extent[slots]]
         return sizes
+
+    def is_all_of(self, slot_bytes: int) -> bool:
+        """Whether no slot here has, or ever had, another size."""
+        return self._sizes == {slot_bytes}
 
     def devices(self, slots: U32) -> NDArray[np.uint8]:
         """[n] device or path of each slot."""

@@ -1,22 +1,25 @@
 """The channel to the daemon: options, unary calls with a deadline, and status codes turned back into errors.
 
-The only module of the client that knows gRPC besides the stream. Safe to use from any thread.
+The only module of the client that calls gRPC. Safe to use from any thread.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import grpc
 
+from kvstore.client.framed import FramedStream
 from kvstore.errors import KvstoreError, from_grpc_code
+from kvstore.wire.frames import stream_path
 from kvstore.wire.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
     from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["TOKEN_METADATA", "Rpc", "error_of"]
+__all__ = ["TOKEN_METADATA", "Rpc", "StreamCall", "error_of"]
 
 TOKEN_METADATA = "kvstore-token-bin"  # noqa: S105 (the name of a header)
 _RETRY_AFTER_METADATA = "kvstore-retry-after-ms"
@@ -46,6 +49,41 @@ class _Call(Protocol):
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
 
+class StreamCall(Protocol):
+    """An open session stream."""
+
+    def __iter__(self) -> Iterator[pb.ServerMessage]:
+        """Messages in order, until the stream ends. Raises: why it did."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends it, from any thread."""
+        ...
+
+    def close(self) -> None:
+        """After the last read, once its requests end: gives back what it took."""
+        ...
+
+
+class _RpcStream:
+    """StreamCall of the RPC."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[pb.ServerMessage]:
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
 class Rpc:
     """One channel."""
 
@@ -64,9 +102,15 @@ class Rpc:
         except grpc.RpcError as error:
             raise error_of(error) from None
 
-    def stream(self, requests: Iterator[pb.ClientMessage], token: bytes) -> Any:
-        """Opens the session stream: a call that iterates over the answers and can be cancelled."""
-        return self._stubs["kvstore"].Session(requests, metadata=((TOKEN_METADATA, token),))
+    def stream(self, requests: Iterator[pb.ClientMessage], token: bytes) -> StreamCall:
+        """Opens the session stream: framed, or as an RPC where the daemon has no socket for frames.
+
+        Raises: Unavailable.
+        """
+        path = stream_path(self.socket_path)
+        if os.path.exists(path):
+            return FramedStream(path, token, requests)
+        return _RpcStream(self._stubs["kvstore"].Session(requests, metadata=((TOKEN_METADATA, token),)))
 
     def close(self) -> None:
         """Ends every call."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.grant import given
-from kvstore.client.rpc import Rpc, error_of
+from kvstore.client.rpc import Rpc, StreamCall
 from kvstore.client.state import SessionState
 from kvstore.errors import KvstoreError, NotFound, Unauthenticated
 from kvstore.faults import fault
@@ -61,7 +60,7 @@ class Stream:
         self._state = state
         self._connection = connection
         self._stopping = threading.Event()
-        self._call: Any = None
+        self._call: StreamCall | None = None
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="kvstore-stream", daemon=True)
 
@@ -129,12 +128,12 @@ class Stream:
                 came = True
                 self._state.apply(message, reachable=self._reachable(message))
                 fault("client.applied")
-        except grpc.RpcError as error:
+        except KvstoreError as error:
             if not self._stopping.is_set():
-                _LOG.info("the stream ended: %s", error_of(error))
+                _LOG.info("the stream ended: %s", error)
         finally:
             self._state.close_stream()
-            call.cancel()
+            call.close()
             self._call = None
         return came
 

@@ -21,6 +21,7 @@ from kvstore.config import ServeConfig
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.descriptors import DescriptorServer
 from kvstore.daemon.devices import Devices, load_nvml
+from kvstore.daemon.frames import FrameServer
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.machine import check_disks
@@ -128,6 +129,7 @@ class Daemon:
             await self._await_paths(opened)
         self._movers.serving = True
         self._descriptors.listen(sockets.bind_descriptors())
+        await self._frames.listen(sockets.bind_streams())
         await self._services.start()
         sockets.open_to_group()
         if self._metrics is not None:
@@ -164,12 +166,14 @@ class Daemon:
             secret=secret,
             keeper_pid=lambda: self._kept.keeper_pid,
         )
+        streams = SessionStreams(self._owner)
         self._services = Services(
             owner=self._owner,
             unary=unary,
             admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory, movers=self._movers),
-            streams=SessionStreams(self._owner),
+            streams=streams,
         )
+        self._frames = FrameServer(self._owner, streams)
         self._metrics = _metrics_server(self._config.metrics_port, unary)
         if not self._kept.survives:
             self._owner.warnings["keeper"] = "no keeper: memory does not outlive this daemon"
@@ -277,6 +281,7 @@ class Daemon:
         if self._metrics is not None:
             self._metrics.close()
         await self._services.stop(_STREAM_GRACE_S)
+        self._frames.close()
         for task in tuple(self._tasks):
             task.cancel()
         await self._movers.close(_CLOSE_S)

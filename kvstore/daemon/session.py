@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvstore.errors import KvstoreError, ResourceExhausted
 from kvstore.moves import NamespaceId, SessionId
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["TOKEN_BYTES", "Outbox", "Session", "token_digest"]
+__all__ = ["TOKEN_BYTES", "Outbox", "Session", "StreamOutbox", "token_digest"]
 
 TOKEN_BYTES = 16
 
@@ -27,8 +28,20 @@ def token_digest(token: bytes) -> bytes:
     return hashlib.blake2b(token, digest_size=16, person=b"kvstore.token").digest()
 
 
+class StreamOutbox(Protocol):
+    """Messages to one stream, in order and bounded: who reads no more loses the stream."""
+
+    def put(self, message: pb.ServerMessage) -> None:
+        """Sends a message, or fails the stream. Never waits."""
+        ...
+
+    def fail(self, error: KvstoreError) -> None:
+        """Ends the stream; the first reason counts."""
+        ...
+
+
 class Outbox:
-    """Messages that wait for one stream, bounded in number and bytes. Who reads no more overflows it, once."""
+    """StreamOutbox of an RPC: a queue that its writer takes from, bounded in number and bytes."""
 
     __slots__ = ("_bytes", "_failed", "_max_bytes", "_max_messages", "_messages", "_wake", "failure")
 
@@ -94,7 +107,7 @@ class Session:
     lost: bool = False
     """Whether it has to resume first: its stream was lost, or it comes from before this boot."""
     namespaces: dict[int, NamespaceId] = field(default_factory=dict)
-    outbox: Outbox | None = None
+    outbox: StreamOutbox | None = None
     last_sent: int = 0
     """Id of the newest message to the client; grows over all its streams."""
     wants: bool = False

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvstore.config import ServeConfig
 from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.wire.descriptors import descriptor_path
+from kvstore.wire.frames import stream_path
 
 __all__ = ["Sockets", "admin_path"]
 
@@ -43,8 +44,13 @@ class Sockets:
             ) from None
         except OSError as error:
             raise ConfigError(f"socket: cannot use {config.socket}: {error.strerror}") from None
-        for path in (config.socket, descriptor_path(config.socket), admin_path(config.socket)):
-            _remove_stale(Path(path))
+        for path in self._all():
+            _remove_stale(path)
+
+    def _all(self) -> tuple[Path, ...]:
+        """Every socket that a daemon may have made."""
+        main = str(self._path)
+        return self._path, *(Path(name(main)) for name in (descriptor_path, stream_path, admin_path))
 
     def _make_directory(self) -> None:
         folder = self._path.parent
@@ -65,16 +71,11 @@ class Sockets:
 
     def bind_descriptors(self) -> socket.socket:
         """The descriptor socket, bound, 0600: memory is shared with the daemon's own user alone."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = descriptor_path(str(self._path))
-        mask = os.umask(0o177)
-        try:
-            listener.bind(path)
-        except OSError as error:
-            raise ConfigError(f"socket: cannot listen on {path}: {error.strerror}") from None
-        finally:
-            os.umask(mask)
-        return listener
+        return _bind(descriptor_path(str(self._path)), socket.SOCK_SEQPACKET)
+
+    def bind_streams(self) -> socket.socket:
+        """The socket of framed session streams, bound, 0600: a session needs the descriptors as well."""
+        return _bind(stream_path(str(self._path)), socket.SOCK_STREAM)
 
     def open_to_group(self) -> None:
         """After the RPC socket exists: 0600, or 0660 with the configured group."""
@@ -86,8 +87,8 @@ class Sockets:
 
     def close(self) -> None:
         """Removes the sockets. The lock file stays: removing it would let two daemons lock two files of one name."""
-        for path in (str(self._path), descriptor_path(str(self._path)), admin_path(str(self._path))):
-            Path(path).unlink(missing_ok=True)
+        for path in self._all():
+            path.unlink(missing_ok=True)
         os.close(self._lock)
 
 
@@ -98,6 +99,19 @@ def _group_id(name: str | None) -> int | None:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         raise ConfigError(f"socket_group: there is no group {name!r}") from None
+
+
+def _bind(path: str, kind: socket.SocketKind) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, kind)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror}") from None
+    finally:
+        os.umask(mask)
+    return listener
 
 
 def _remove_stale(path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import Context, abort, stream_error
-from kvstore.daemon.session import TOKEN_BYTES, Outbox, Session, token_digest
+from kvstore.daemon.session import TOKEN_BYTES, Outbox, Session, StreamOutbox, token_digest
 from kvstore.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -30,10 +30,11 @@ from kvstore.moves import U32, U64, Grant, NamespaceId
 from kvstore.wire.packed import COPY, SEAL, hashes_of, records_of, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["SessionStreams"]
+__all__ = ["QUEUED_MESSAGES", "SessionStreams"]
 
 TOKEN_METADATA = "kvstore-token-bin"  # noqa: S105 (the name of a header)
-_QUEUED_MESSAGES = 8  # of the largest size: what may wait for one stream, in bytes
+QUEUED_MESSAGES = 8
+"""Of the largest size: what may wait for one stream, in bytes."""
 _CANCEL_S = 1.0
 _LOG = Log("stream")
 
@@ -54,19 +55,22 @@ class SessionStreams:
 
     async def serve(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> None:
         """One stream from its first to its last message."""
+        outbox = Outbox(
+            max_messages=self._limits.session_queue_messages,
+            max_bytes=QUEUED_MESSAGES * self._limits.message_bytes,
+        )
         try:
-            session = await self._open(context)
+            metadata = dict(context.invocation_metadata() or ())
+            session = await self.open(metadata.get(TOKEN_METADATA, b""), outbox)
         except KvstoreError as error:
             self._owner.counters.add("calls_failed_total")
             await abort(context, error)
-        outbox = session.outbox
-        assert outbox is not None
         work = (self._read(session, outbox, requests), self._write(outbox, context), outbox.failed())
         tasks = [asyncio.ensure_future(part) for part in work]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._close(session, outbox)
+            self.close(session, outbox)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_CANCEL_S)
@@ -74,15 +78,15 @@ class SessionStreams:
                 if task.done() and not task.cancelled():
                     task.exception()  # how a stream broke does not matter: it is over
         if outbox.failure is not None:
-            if isinstance(outbox.failure, ResourceExhausted):
-                self._owner.counters.add("streams_overflowed_total")
+            self.count_failure(outbox.failure)
             await abort(context, outbox.failure)
 
-    async def _open(self, context: Context) -> Session:
-        metadata = dict(context.invocation_metadata() or ())
-        token = metadata.get(TOKEN_METADATA, b"")
+    async def open(self, token: str | bytes, outbox: StreamOutbox) -> Session:
+        """The session of a token, whose answers go to `outbox` from now on. Raises: as the token deserves."""
         if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
-            raise Unauthenticated(f"the metadata {TOKEN_METADATA} must carry the token of Attach")
+            raise Unauthenticated(
+                f"a stream must name its session: {TOKEN_METADATA} carries the token of Attach"
+            )
         session = self._owner.require_session(token_digest(token))
         try:
             await asyncio.wait_for(session.all_here.wait(), self._limits.session_lost_s)
@@ -94,14 +98,11 @@ class SessionStreams:
             raise FailedPrecondition(
                 "the session has another stream, or has not resumed: Attach(resume) first"
             )
-        session.outbox = Outbox(
-            max_messages=self._limits.session_queue_messages,
-            max_bytes=_QUEUED_MESSAGES * self._limits.message_bytes,
-        )
+        session.outbox = outbox
         self._owner.counters.add("streams_total")
         return session
 
-    def _close(self, session: Session, outbox: Outbox) -> None:
+    def close(self, session: Session, outbox: StreamOutbox) -> None:
         """The stream is over: nothing new for this session until it resumes; what it holds stays held."""
         if session.outbox is not outbox:
             return  # a resume has ended this stream and told the store
@@ -113,6 +114,11 @@ class SessionStreams:
             self._owner.counters.add("sessions_lost_total")
             _LOG.info("stream lost", session=session.id, name=session.name)
             self._owner.settle_soon()
+
+    def count_failure(self, failure: KvstoreError) -> None:
+        """A stream was ended from this side."""
+        if isinstance(failure, ResourceExhausted):
+            self._owner.counters.add("streams_overflowed_total")
 
     async def _write(self, outbox: Outbox, context: Context) -> None:
         while True:
@@ -126,22 +132,25 @@ class SessionStreams:
             if session.outbox is not outbox:
                 # Resumed elsewhere, or ended: what was sent here before must not undo what was granted since.
                 return
-            self._owner.counters.add("messages_total")
-            try:
-                if message.id <= newest:
-                    raise InvalidArgument(f"message id {message.id} is not above {newest}")
-                newest = message.id
-                self._handle(session, message)
-            except KvstoreError as error:
-                self._owner.counters.add("messages_refused_total")
-                session.post(error=stream_error(message.id, error))
-            except Exception:  # noqa: BLE001 (a stream's boundary: a fault in one message must not end the daemon)
-                self._owner.counters.add("internal_errors_total")
-                _LOG.fault("message failed", session=session.id, body=message.WhichOneof("body"))
-                session.post(
-                    error=stream_error(message.id, KvstoreError("the daemon failed at this message"))
-                )
-            self._owner.settle_soon()
+            newest = self.take(session, message, newest)
+
+    def take(self, session: Session, message: pb.ClientMessage, newest: int) -> int:
+        """Handles one message of the session's own stream; `newest` is the highest id before it. The highest id now."""
+        self._owner.counters.add("messages_total")
+        try:
+            if message.id <= newest:
+                raise InvalidArgument(f"message id {message.id} is not above {newest}")
+            newest = message.id
+            self._handle(session, message)
+        except KvstoreError as error:
+            self._owner.counters.add("messages_refused_total")
+            session.post(error=stream_error(message.id, error))
+        except Exception:  # noqa: BLE001 (a stream's boundary: a fault in one message must not end the daemon)
+            self._owner.counters.add("internal_errors_total")
+            _LOG.fault("message failed", session=session.id, body=message.WhichOneof("body"))
+            session.post(error=stream_error(message.id, KvstoreError("the daemon failed at this message")))
+        self._owner.settle_soon()
+        return newest
 
     def _handle(self, session: Session, message: pb.ClientMessage) -> None:
         body = message.WhichOneof("body")

@@ -9,14 +9,18 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.framed import FramedStream
+from kvstore.errors import KvstoreError
 from kvstore.identity import HashChain
 from kvstore.layout import Columns, Tier, open_columns, read_shape
 from kvstore.wire import descriptors as wire
+from kvstore.wire.frames import stream_path
 from kvstore.wire.packed import COPY, SEAL, u8_of, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from kvstore.wire.v1 import kvstore_pb2_grpc
@@ -24,7 +28,15 @@ from tests.support.daemon import DEADLINE_S
 from tiers.memfd import create_memfd
 from tiers.twin import TwinDevice
 
-__all__ = ["BLOCK_TOKENS", "SLOT_BYTES", "Granted", "RawClient", "attach_request", "namespace_parts"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "SLOT_BYTES",
+    "Granted",
+    "RawClient",
+    "StreamEnd",
+    "attach_request",
+    "namespace_parts",
+]
 
 BLOCK_TOKENS = 4
 SLOT_BYTES = 16_384
@@ -70,16 +82,31 @@ class Granted:
     reserve_generations: NDArray[np.uint32]
 
 
+class StreamEnd(grpc.RpcError):
+    """How a framed stream ended, told as an RPC tells it."""
+
+    def __init__(self, error: KvstoreError) -> None:
+        super().__init__(str(error))
+        self._code = error.grpc_code
+
+    def code(self) -> grpc.StatusCode:
+        """The status."""
+        return grpc.StatusCode[self._code]
+
+
 class RawClient:
     """One session, driven by hand. Everything has a deadline."""
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, transport: Literal["rpc", "frames"] = "rpc") -> None:
+        """`transport`: of the session stream."""
         self._path = socket_path
+        self._transport = transport
         self._channel: grpc.Channel | None = None
         self._outgoing: queue.Queue[pb.ClientMessage | None] = queue.Queue()
         self._incoming: queue.Queue[pb.ServerMessage | grpc.RpcError | None] = queue.Queue()
         self.connection: socket.socket | None = None
         self._dialled: list[socket.socket] = []
+        self._framed: list[tuple[queue.Queue[pb.ClientMessage | None], FramedStream]] = []
         self.columns: Columns | None = None
         self.attached: pb.AttachReply | None = None
         self.hbm: dict[int, int] = {}  # extent → fd
@@ -188,9 +215,13 @@ class RawClient:
             while (message := outgoing.get()) is not None:
                 yield message
 
-        call = self.stub.Session(
-            messages(), metadata=(("kvstore-token-bin", self.token if token is None else token),)
-        )
+        token = self.token if token is None else token
+        call: Any
+        if self._transport == "frames":
+            call = FramedStream(stream_path(self._path), token, messages())
+            self._framed.append((outgoing, call))
+        else:
+            call = self.stub.Session(messages(), metadata=(("kvstore-token-bin", token),))
         self.call = call
 
         def read() -> None:
@@ -200,6 +231,8 @@ class RawClient:
                 incoming.put(None)
             except grpc.RpcError as error:
                 incoming.put(error)
+            except KvstoreError as error:
+                incoming.put(StreamEnd(error))
 
         threading.Thread(target=read, daemon=True).start()
 
@@ -356,6 +389,9 @@ class RawClient:
         self._outgoing.put(None)
         if self._channel is not None:
             self._channel.close()
+        for requests, call in self._framed:
+            requests.put(None)
+            call.close()
         for connection in self._dialled:
             connection.close()
         for fd in (*self.hbm.values(), *self.dram_fds.values()):

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import pytest
@@ -43,12 +43,18 @@ def disk_service(folder: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[Callable[[], RawClient]]:
+def transport() -> Literal["rpc", "frames"]:
+    """Of the clients' streams; a module that holds for both overrides it."""
+    return "rpc"
+
+
+@pytest.fixture
+def client(service: Service, transport: Literal["rpc", "frames"]) -> Iterator[Callable[[], RawClient]]:
     """Makes clients; closes them and detaches their sessions; then the store must be sound and nothing held."""
     made: list[RawClient] = []
 
     def make() -> RawClient:
-        made.append(RawClient(service.socket))
+        made.append(RawClient(service.socket, transport))
         return made[-1]
 
     yield make
