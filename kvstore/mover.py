@@ -1,6 +1,6 @@
 """The mover: the process that moves blocks between mapped DRAM extents and one disk.
 
-    python -m kvstore.mover FD        FD: the inherited socketpair end; started by `kvstore.mover_link`
+    python -m kvstore.mover FD [LOCK]      the inherited socketpair end, and the directory's lock; started by `kvstore.mover_link`
 
 It decides nothing. One thread reads the socket and owns the tiers; I/O threads carry out pieces and send the replies
 themselves, without a hand-over. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon
@@ -133,9 +133,11 @@ class WorkQueue:
 class Mover:
     """The socket, the tiers and the I/O threads of one path."""
 
-    def __init__(self, sock: socket.socket, config: wire.Config) -> None:
+    def __init__(self, sock: socket.socket, config: wire.Config, lock_fd: int | None = None) -> None:
+        """`lock_fd`: the directory's lock, ours; it is let go of when no I/O is under way any more."""
         directory = Path(config.directory)
         self._sock = sock
+        self._lock_fd = lock_fd
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sending = threading.Lock()  # guards the next four
         self._outbox: deque[bytes] = deque()  # what the socket did not take at once
@@ -181,6 +183,11 @@ class Mover:
             for thread in self._threads:
                 thread.join()
         self._storage.close()
+        if self._lock_fd is not None:
+            os.close(
+                self._lock_fd
+            )  # first: unmapping much memory takes seconds, and the disk is free already
+        fault("mover.unlocked")
         self._dram.close()
         os.close(self._wake)
 
@@ -372,7 +379,7 @@ def _failed(moves: Moves) -> Replies:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the mover whose socket is the descriptor named by the only argument."""
+    """Runs the mover whose socket, and lock where there is one, are the descriptors named by the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -387,7 +394,7 @@ def main(arguments: list[str]) -> int:
             return 2
         os.nice(config.nice)
         sock.setblocking(False)
-        Mover(sock, config).run()
+        Mover(sock, config, int(arguments[1]) if len(arguments) > 1 else None).run()
     return 0
 
 

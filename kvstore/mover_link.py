@@ -73,10 +73,10 @@ class MoverLink:
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
         theirs.setblocking(True)  # until it has its configuration
-        inherited = [theirs.fileno()] + ([] if lock_fd is None else [lock_fd])
+        inherited = [theirs.fileno(), *([] if lock_fd is None else [lock_fd])]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.mover", str(theirs.fileno())],
+                [sys.executable, "-m", "kvstore.mover", *map(str, inherited)],
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 env=_environment(os.environ),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.errors import AlreadyExists
 from kvstore.layout import Tier
 from kvstore.mover import WorkQueue
 from kvstore.mover_link import MoverLink
@@ -303,6 +304,28 @@ def test_eof_finishes_what_runs_and_keeps_the_lock_until_then(
         NvmeDirectory.open(tmp_path)
     assert wait_dead(link) == 0
     NvmeDirectory.open(tmp_path).close()
+
+
+def test_the_lock_is_free_before_memory_is_unmapped(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A service that was started again at once found its disk in use while the old mover unmapped 50 GiB."""
+    monkeypatch.setenv("KVSTORE_FAULT", "mover.unlocked:sleep=2")
+    directory = NvmeDirectory.open(tmp_path)
+    link = start(lock_fd=directory.lock_fd)
+    directory.close()
+    wait_for(link, wire.SlabOpened)
+    link.stop()
+    deadline = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            NvmeDirectory.open(tmp_path).close()
+        except AlreadyExists:
+            time.sleep(0.02)
+            continue
+        break
+    assert not select.select([link.pidfd], [], [], 0)[0], "it still unmaps"
+    assert wait_dead(link) == 0
 
 
 def test_signals_for_the_daemon_do_not_end_it(start: Start, harness: Harness) -> None:
