@@ -128,6 +128,10 @@ class KvstoreBlockManager:
             owner=hbm,
         )
 
+    def slots_of(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[n] the store's numbers of pages, the same in every process of a group."""
+        return self._session.hbm.slot_of(pages).view(np.int32)
+
     # ------------------------------------------------------------ waiting requests
 
     def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:

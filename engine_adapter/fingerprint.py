@@ -56,7 +56,10 @@ def namespace_parts(source: ModelSource, geometry: Geometry, settings: EngineSet
         del sizes[
             "qk_norm"
         ]  # so that models without it keep the names that their blocks had before it was known
-    return {
+    # Of a block that is shared among devices each has the part of its heads, one part behind the other.
+    sharding = settings.tensor_parallel
+    shared = {} if sharding == 1 else {"sharding": f"tp={sharding}".encode()}
+    return shared | {
         "model": source.path.name.encode(),
         "weights": weights_digest(source.path) if source.seed is None else _random_weights(source.seed, kind),
         "dtype": geometry.dtype.encode(),

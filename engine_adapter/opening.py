@@ -9,6 +9,8 @@ from pathlib import Path
 from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, TwinCopier
+from engine_adapter.group import MemberGroup
+from engine_adapter.group_copier import GroupCopier
 from kvstore.client import DramListener, connect
 from kvstore.geometry import Geometry
 
@@ -26,19 +28,25 @@ def open_block_manager(
     device: str = "cpu",
     patience_s: float = 5.0,
     timeout_s: float = 5.0,
+    group: MemberGroup | None = None,
 ) -> Iterator[KvstoreBlockManager]:
     """A block manager whose pages are owned HBM, kept by the daemon at `socket`: a GPU's, or its twin for "cpu".
 
+    `group`: the other processes, where each block is shared among several; `hbm_bytes` are those of one of them.
     `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). Raises: Unavailable where no daemon
     listens, and whatever else attaching raises. At the end copies finish before the session is given up.
     """
     with connect(socket, timeout_s=timeout_s) as client:
         copier, listener = _copier(device)
         try:
-            session = client.attach(name, geometry, device_spec(device, hbm_bytes), listener=listener)
+            spec = device_spec(device, hbm_bytes)
+            session = client.attach(name, geometry, spec, listener=listener, group=group)
         except BaseException:
             copier.close(timeout_s)
             raise
+        if group is not None:
+            copier = group_copier = GroupCopier(copier, group)
+            group.on_copied(group_copier.copied)
         with session:
             try:
                 yield KvstoreBlockManager(session, parts, copier, patience_s=patience_s)

@@ -231,7 +231,7 @@ class WorkerConfig:
     attention: str = "triton"
     """Who computes attention on a GPU: `triton`, our own kernels, or `flashinfer` where that is installed."""
     tensor_parallel: int = 1
-    """Devices that share the model, from `device` on; more than one needs --no-cache."""
+    """Devices that share the model and each block of its KV, from `device` on."""
     socket: str | None = None
     """Where the worker listens; None: beside the daemon's socket, named by the model."""
     hbm: HbmBudget = HbmBudget(size_bytes=GIB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts
+from engine_adapter.group_watch import end_process, watched
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.geometry import Geometry
@@ -25,6 +26,7 @@ from kvstore.units import format_size
 
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
+    from engine_adapter.engine.parallel.member import Member
 
 __all__ = [
     "EngineOptions",
@@ -108,28 +110,98 @@ def _several_devices(
     options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
 ) -> Iterator[Engine]:
     """A shard of the model and of every page on each device, this process's own first."""
-    worker = options.worker
-    if options.store is not None:
-        raise ConfigError(
-            "worker.tensor_parallel: the store keeps the KV of one device a worker in this version: add --no-cache"
-        )
     tell("loading torch")
+    from engine_adapter.engine.parallel.shard import shard_config
+
+    worker = options.worker
+    shard = replace(source, config=shard_config(source.config, worker.tensor_parallel))
+    pages = _num_pages(options, shard, settings)
+    settings = replace(settings, max_tokens=pages * worker.block_tokens)
+    run = _in_own_memory if options.store is None else _over_the_store
+    with run(options, source, settings, pages, tell) as engine:
+        yield engine
+
+
+@contextmanager
+def _in_own_memory(
+    options: EngineOptions,
+    source: ModelSource,
+    settings: EngineSettings,
+    pages: int,
+    tell: Callable[[str], None],
+) -> Iterator[Engine]:
     from engine_adapter.engine.engine import Engine
     from engine_adapter.engine.parallel.opening import open_parallel
     from engine_adapter.engine.parallel.shard import shard_config
 
-    size = worker.tensor_parallel
-    shard = replace(source, config=shard_config(source.config, size))
-    pages = _num_pages(options, shard, settings)
-    settings = replace(settings, max_tokens=pages * worker.block_tokens)
+    worker = options.worker
+    shard = replace(source, config=shard_config(source.config, worker.tensor_parallel))
     tell("loading the weights")
-    with (
-        open_parallel(
-            source, settings, size=size, num_pages=pages, block_tokens=worker.block_tokens
-        ) as parallel,
-        _block_manager(options, shard, settings, pages) as blocks,
-    ):
+    with open_parallel(
+        source,
+        settings,
+        size=worker.tensor_parallel,
+        num_pages=pages,
+        block_tokens=worker.block_tokens,
+    ) as parallel:
+        blocks = PlainBlockManager(
+            num_pages=pages,
+            page_bytes=store_geometry(shard, worker).slot_bytes,
+            block_tokens=worker.block_tokens,
+            device=settings.device,
+        )
+        with _watched(parallel.members):
+            yield Engine(parallel.loaded, blocks, settings, make_runner=parallel.make_runner)
+
+
+@contextmanager
+def _over_the_store(
+    options: EngineOptions,
+    source: ModelSource,
+    settings: EngineSettings,
+    pages: int,
+    tell: Callable[[str], None],
+) -> Iterator[Engine]:
+    """The members map their HBM before anybody loads weights, and copy until the session has ended."""
+    from engine_adapter.engine.engine import Engine
+    from engine_adapter.engine.parallel.opening import start_parallel
+    from engine_adapter.group import MemberGroup, StoreMember
+    from engine_adapter.opening import open_block_manager
+
+    worker = options.worker
+    geometry = store_geometry(source, worker)
+    with ExitStack() as stack:
+        started = stack.enter_context(
+            start_parallel(
+                source,
+                settings,
+                size=worker.tensor_parallel,
+                num_pages=pages,
+                block_tokens=worker.block_tokens,
+                start=StoreMember,
+            )
+        )
+        blocks = stack.enter_context(
+            open_block_manager(
+                socket=options.store,
+                name=f"{source.path.stem} worker {os.getpid()}",
+                geometry=geometry,
+                parts=namespace_parts(source, geometry, settings),
+                hbm_bytes=pages * geometry.slot_bytes // worker.tensor_parallel,
+                device=settings.device,
+                timeout_s=options.timeout_s,
+                group=MemberGroup([member.link for member in started.members]),
+            )
+        )
+        tell("loading the weights")
+        parallel = stack.enter_context(started.load(blocks.slots_of))
+        stack.enter_context(_watched(started.members))
         yield Engine(parallel.loaded, blocks, settings, make_runner=parallel.make_runner)
+
+
+def _watched(members: Sequence[Member]) -> AbstractContextManager[None]:
+    """While it lasts, a member's death is this process's."""
+    return watched({number: member.pid for number, member in enumerate(members, start=1)}, end_process)
 
 
 def model_source(worker: WorkerConfig) -> ModelSource:
@@ -147,6 +219,7 @@ def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSetti
         device_name=device_name(device) if deterministic else "",
         attention=worker.attention,
         overlap=1 if on_gpu and not deterministic else 0,
+        tensor_parallel=worker.tensor_parallel,
         chunk_tokens=worker.chunk_tokens or (_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS),
         max_running=worker.max_requests,
         threads=worker.threads or len(os.sched_getaffinity(0)),

@@ -4,10 +4,16 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["DeviceOption", "LoadFormatOption", "ModelOption"]
+__all__ = ["DeviceOption", "HbmOption", "LoadFormatOption", "ModelOption", "TensorParallelOption"]
 
 ModelOption = Annotated[str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")]
 LoadFormatOption = Annotated[
     str | None, typer.Option(help="auto, or dummy: random weights of the shape that --model names.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
+HbmOption = Annotated[
+    str | None, typer.Option(help="KV memory of the device, like 8GiB, or like 80% of what is free there.")
+]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tp", help="Devices that share the model, from --device on.")
+]

@@ -16,7 +16,13 @@ from typing import Annotated
 import typer
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
-from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
+from engine_adapter.cli.options import (
+    DeviceOption,
+    HbmOption,
+    LoadFormatOption,
+    ModelOption,
+    TensorParallelOption,
+)
 from engine_adapter.listening import listening, make_own_folder
 from kvstore.cli.settings import load_settings
 from kvstore.units import format_duration
@@ -36,13 +42,11 @@ def worker(
     ] = None,
     socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Run without the store.")] = False,
-    hbm: Annotated[
-        str | None,
-        typer.Option(help="KV memory of the device, like 8GiB, or like 80% of what is free there."),
-    ] = None,
+    hbm: HbmOption = None,
     block_tokens: Annotated[int | None, typer.Option(help="Tokens in a block.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of one prefill step.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests in one batch.")] = None,
+    tensor_parallel: TensorParallelOption = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 0: all cores.")] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Bitwise equal logits cold and cached; slower.")
@@ -65,6 +69,7 @@ def worker(
         "worker.block_tokens": block_tokens,
         "worker.chunk_tokens": chunk_tokens,
         "worker.max_requests": max_requests,
+        "worker.tensor_parallel": tensor_parallel,
         "worker.threads": threads,
     }
     config = load_settings(flags, file=file).config

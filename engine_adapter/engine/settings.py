@@ -14,6 +14,7 @@ class EngineSettings:
     `device` is `cpu` or `cuda:N` (`engine.device` resolves `auto`), `device_name` what a GPU is called. `attention`
     says who computes it on a GPU: `triton`, our own kernels, or `flashinfer` for all but graphs of decode. `overlap` is
     how many steps stay in flight while the next one is scheduled: 1 on a GPU, 0 where a launched step has ended.
+    `tensor_parallel`: devices that share the model, from `device` on.
     `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt and
     answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
     (deterministic mode compares equal only under equal thread counts).
@@ -24,6 +25,7 @@ class EngineSettings:
     device_name: str = ""
     attention: str = "triton"
     overlap: int = 0
+    tensor_parallel: int = 1
     chunk_tokens: int = 512
     max_running: int = 64
     max_waiting: int = 1024
@@ -35,7 +37,14 @@ class EngineSettings:
             raise ConfigError(f"attention must be triton or flashinfer, not {self.attention}")
         if self.overlap not in (0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
-        for name in ("chunk_tokens", "max_running", "max_waiting", "max_tokens", "threads"):
+        for name in (
+            "tensor_parallel",
+            "chunk_tokens",
+            "max_running",
+            "max_waiting",
+            "max_tokens",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be positive, not {value}")

@@ -35,14 +35,6 @@ def test_two_devices_answer_as_one_does() -> None:
     assert answer(options()) == answer(options(tensor_parallel="2"))
 
 
-def test_two_devices_over_the_store_are_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="add --no-cache"),
-        open_engine(options(tmp_path / "k.sock", tensor_parallel="2"), lambda _: None),
-    ):
-        pass
-
-
 def test_what_the_device_decides() -> None:
     settings = engine_settings(options().worker, deterministic=False)
     assert (settings.device, settings.overlap, settings.chunk_tokens) == ("cpu", 0, 512)

@@ -2,7 +2,7 @@
 
 Its plan comes on the command line as one JSON object, its steps over a socket that it inherits. It answers nothing
 but one byte when it is ready: that its part of a step is done shows in the sums that the scheduling process waits for.
-It ends when that socket does.
+It ends when that socket does. Its pages are its own memory, or what `MemberPages` has in store for it.
 """
 
 import argparse
@@ -10,18 +10,24 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import Pages
 from engine_adapter.engine.parallel.messages import StepReader, receive
 from engine_adapter.engine.parallel.shard import Shard
+from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import find_model, find_shape
 from kvstore.errors import Unavailable
 
-__all__ = ["Member", "MemberPlan", "spawn_members"]
+__all__ = ["Member", "MemberPages", "MemberPlan", "read_plan", "serve_member", "spawn_members"]
 
 _READY = b"r"
 _START_S = 300.0
@@ -30,26 +36,51 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberPlan:
-    """All that a member has to know. `seed`: of random weights, None for those on disk."""
+    """All that a member has to know. `seed`: of random weights, None for those on disk. A page is a shard's."""
 
     model: str
     seed: int | None
     settings: EngineSettings
     shard: Shard
     num_pages: int
+    page_bytes: int
     block_tokens: int
     meeting_file: str
+
+
+class MemberPages(Protocol):
+    """Where a member's pages are, and which of them a step means."""
+
+    def pages(self, page_bytes: int) -> Pages:
+        """All of them. May wait until they are there."""
+        ...
+
+    def pages_of(self, table: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[n] this process's pages, of a block table as the scheduling process sends it."""
+        ...
 
 
 class Member:
     """The process, seen from the one that schedules."""
 
-    def __init__(self, plan: MemberPlan) -> None:
+    def __init__(
+        self,
+        plan: MemberPlan,
+        module: str = "engine_adapter.engine.parallel.member",
+        sockets: Sequence[tuple[str, socket.socket]] = (),
+    ) -> None:
+        """`module` is what runs there; it inherits more `sockets`, each as the descriptor after its flag."""
         self.connection, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "engine_adapter.engine.parallel.member"]
-            command += ["--fd", str(theirs.fileno()), "--plan", json.dumps(asdict(plan))]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            fds = {"--fd": theirs.fileno()} | {flag: sock.fileno() for flag, sock in sockets}
+            command = [sys.executable, "-m", module, "--plan", json.dumps(asdict(plan))]
+            command += [word for flag, fd in fds.items() for word in (flag, str(fd))]
+            self._process = subprocess.Popen(command, pass_fds=list(fds.values()))
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def await_ready(self) -> None:
         """Raises Unavailable when it ends instead."""
@@ -76,13 +107,16 @@ class Member:
             self._process.wait()
 
 
+M = TypeVar("M", bound=Member)
+
+
 @contextmanager
-def spawn_members(plans: Sequence[MemberPlan]) -> Iterator[list[Member]]:
+def spawn_members(plans: Sequence[MemberPlan], start: Callable[[MemberPlan], M]) -> Iterator[list[M]]:
     """Starts them; they have ended at the end of the `with`. They are ready only once the own shard joins the group."""
     with ExitStack() as stack:
-        members = []
+        members: list[M] = []
         for plan in plans:
-            members.append(Member(plan))
+            members.append(start(plan))
             stack.callback(members[-1].close)
         yield members
 
@@ -92,33 +126,50 @@ def _main(arguments: Sequence[str]) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--plan", required=True)
     given = parser.parse_args(arguments)
+    plan = read_plan(given.plan)
     with socket.socket(fileno=given.fd) as connection:
-        _serve(_read_plan(given.plan), connection)
+        serve_member(plan, connection, _OwnPages(plan))
 
 
-def _read_plan(text: str) -> MemberPlan:
+class _OwnPages:
+    """Pages in this process's own memory, by the numbers that they have everywhere."""
+
+    def __init__(self, plan: MemberPlan) -> None:
+        self._plan = plan
+
+    def pages(self, page_bytes: int) -> Pages:
+        return PlainBlockManager(
+            num_pages=self._plan.num_pages,
+            page_bytes=page_bytes,
+            block_tokens=self._plan.block_tokens,
+            device=self._plan.settings.device,
+        ).kv_pages()
+
+    def pages_of(self, table: NDArray[np.int32]) -> NDArray[np.int32]:
+        return table
+
+
+def read_plan(text: str) -> MemberPlan:
+    """The plan of a command line."""
     plan = json.loads(text)
     plan["settings"] = EngineSettings(**plan["settings"])
     plan["shard"] = Shard(**plan["shard"])
     return MemberPlan(**plan)
 
 
-def _serve(plan: MemberPlan, connection: socket.socket) -> None:
+def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPages) -> None:
+    """Computes what comes over the connection until it ends."""
     from engine_adapter.engine.kv_pool import view_pages
     from engine_adapter.engine.parallel.group import leave_group
     from engine_adapter.engine.parallel.loading import load_shard
-    from engine_adapter.engine.plain import PlainBlockManager
     from engine_adapter.engine.runners import make_shard_runner
 
     source = find_model(plan.model) if plan.seed is None else find_shape(plan.model, plan.seed)
+    pages = memory.pages(
+        plan.page_bytes
+    )  # first: what earlier processes left must be known before weights take room
     shard = load_shard(source, plan.settings, plan.shard, Path(plan.meeting_file))
     config, dtype = shard.loaded.config, shard.loaded.model.dtype
-    pages = PlainBlockManager(
-        num_pages=plan.num_pages,
-        page_bytes=config.page_bytes(plan.block_tokens, dtype.itemsize),
-        block_tokens=plan.block_tokens,
-        device=plan.settings.device,
-    ).kv_pages()
     pool = view_pages(pages, config, plan.block_tokens, dtype)
     runner = make_shard_runner(shard.loaded, pool, plan.settings, shard.reduce)
     connection.sendall(_READY)
@@ -126,7 +177,7 @@ def _serve(plan: MemberPlan, connection: socket.socket) -> None:
     while (message := receive(connection)) is not None:
         if message[0]:
             step = reader.decode(message)
-            runner.launch(step.chunks, step.tables)
+            runner.launch(step.chunks, [memory.pages_of(table) for table in step.tables])
         else:
             runner.prepare()
     leave_group()

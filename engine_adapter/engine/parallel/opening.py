@@ -1,35 +1,44 @@
 """Opens a model over several devices: starts the members, loads the own shard, and ends all of them together."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Generic
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.engine.device import device_index
+from engine_adapter.engine.device import compute_dtype, device_index
 from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.parallel.group import leave_group
 from engine_adapter.engine.parallel.loading import LoadedShard, load_shard
-from engine_adapter.engine.parallel.member import Member, MemberPlan, spawn_members
-from engine_adapter.engine.parallel.runner import ParallelRunner
+from engine_adapter.engine.parallel.member import M, Member, MemberPlan, spawn_members
+from engine_adapter.engine.parallel.runner import ParallelRunner, same_numbers
 from engine_adapter.engine.parallel.shard import Shard, shard_config
 from engine_adapter.engine.runner import Runner
 from engine_adapter.engine.runners import make_shard_runner
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource
+from kvstore.geometry import DTYPE_BYTES
 
-__all__ = ["ParallelModel", "open_parallel"]
+__all__ = ["ParallelModel", "StartedModel", "open_parallel", "start_parallel"]
+
+_Numbers = Callable[[NDArray[np.int32]], NDArray[np.int32]]
 
 
 class ParallelModel:
     """`loaded` is the own shard, as large as the engine's pages are to be; `make_runner` is for one `Engine`."""
 
-    def __init__(self, shard: LoadedShard, members: Sequence[Member]) -> None:
+    def __init__(
+        self, shard: LoadedShard, members: Sequence[Member], numbers_of: _Numbers = same_numbers
+    ) -> None:
         self.loaded = shard.loaded
         self.members = members
         self._reduce = shard.reduce
+        self._numbers_of = numbers_of
         self._has_runner = False
 
     def make_runner(self, loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
@@ -37,18 +46,48 @@ class ParallelModel:
         if self._has_runner:
             raise RuntimeError("the members have a runner already")
         self._has_runner = True
-        return ParallelRunner(make_shard_runner(loaded, pool, settings, self._reduce), self.members)
+        own = make_shard_runner(loaded, pool, settings, self._reduce)
+        return ParallelRunner(own, self.members, self._numbers_of)
+
+
+class StartedModel(Generic[M]):
+    """Members that have been started, and have yet to load their shards."""
+
+    def __init__(self, source: ModelSource, plan: MemberPlan, members: list[M]) -> None:
+        self.members = members
+        self._source = source
+        self._plan = plan
+
+    @contextmanager
+    def load(self, numbers_of: _Numbers = same_numbers) -> Iterator[ParallelModel]:
+        """All shards, loaded at the same time. `numbers_of`: what pages of this process are called in all of them."""
+        plan = self._plan
+        shard = load_shard(self._source, plan.settings, plan.shard, Path(plan.meeting_file))
+        try:
+            for member in self.members:
+                member.await_ready()
+            yield ParallelModel(shard, self.members, numbers_of)
+        finally:
+            for member in self.members:
+                member.part()
+            leave_group()  # while they leave it
 
 
 @contextmanager
-def open_parallel(
-    source: ModelSource, settings: EngineSettings, *, size: int, num_pages: int, block_tokens: int
-) -> Iterator[ParallelModel]:
-    """The model cut into `size` shards, on devices from the settings' own on. Every shard has `num_pages` pages.
+def start_parallel(
+    source: ModelSource,
+    settings: EngineSettings,
+    *,
+    size: int,
+    num_pages: int,
+    block_tokens: int,
+    start: Callable[[MemberPlan], M],
+) -> Iterator[StartedModel[M]]:
+    """Starts the other processes of a model in `size` shards, on devices from the settings' own on.
 
-    ConfigError where the model cannot be cut so; Unavailable where a member does not start.
+    Every shard has `num_pages` pages. ConfigError where the model cannot be cut so.
     """
-    shard_config(source.config, size)
+    config = shard_config(source.config, size)
     with tempfile.TemporaryDirectory(prefix="kvstore-group-") as folder:
         plan = MemberPlan(
             model=str(source.path),
@@ -56,19 +95,29 @@ def open_parallel(
             settings=settings,
             shard=Shard(rank=0, size=size),
             num_pages=num_pages,
+            page_bytes=config.page_bytes(block_tokens, DTYPE_BYTES[compute_dtype(settings.device)]),
             block_tokens=block_tokens,
             meeting_file=str(Path(folder) / "group"),
         )
-        with spawn_members([_of_rank(plan, rank) for rank in range(1, size)]) as members:
-            shard = load_shard(source, settings, plan.shard, Path(plan.meeting_file))
-            try:
-                for member in members:
-                    member.await_ready()
-                yield ParallelModel(shard, members)
-            finally:
-                for member in members:
-                    member.part()
-                leave_group()  # while they leave it
+        with spawn_members([_of_rank(plan, rank) for rank in range(1, size)], start) as members:
+            yield StartedModel(source, plan, members)
+
+
+@contextmanager
+def open_parallel(
+    source: ModelSource, settings: EngineSettings, *, size: int, num_pages: int, block_tokens: int
+) -> Iterator[ParallelModel]:
+    """The same with its shards loaded, over pages in each process's own memory.
+
+    ConfigError where the model cannot be cut so; Unavailable where a member does not start.
+    """
+    with (
+        start_parallel(
+            source, settings, size=size, num_pages=num_pages, block_tokens=block_tokens, start=Member
+        ) as started,
+        started.load() as model,
+    ):
+        yield model
 
 
 def _of_rank(plan: MemberPlan, rank: int) -> MemberPlan:

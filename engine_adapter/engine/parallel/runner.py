@@ -5,7 +5,7 @@ in that step. So the end of the own part is the end of all parts, and pages may 
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runner import LaunchedStep, Runner
 from kvstore.errors import Unavailable
 
-__all__ = ["Connected", "ParallelRunner"]
+__all__ = ["Connected", "ParallelRunner", "same_numbers"]
 
 
 class Connected(Protocol):
@@ -26,10 +26,22 @@ class Connected(Protocol):
     def connection(self) -> socket.socket: ...
 
 
+def same_numbers(table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A block table of pages that have the same number in every process."""
+    return table
+
+
 class ParallelRunner:
     """See the module and `Runner`."""
 
-    def __init__(self, own: Runner, members: Sequence[Connected]) -> None:
+    def __init__(
+        self,
+        own: Runner,
+        members: Sequence[Connected],
+        numbers_of: Callable[[NDArray[np.int32]], NDArray[np.int32]] = same_numbers,
+    ) -> None:
+        """`numbers_of`: of pages of this process, what they are called in all of them."""
+        self._numbers_of = numbers_of
         self._own = own
         self._members = members
         self._writer = StepWriter()
@@ -41,7 +53,7 @@ class ParallelRunner:
 
     def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
         """See Runner. Unavailable when a member has gone: no step can be completed any more."""
-        self._tell(self._writer.encode(chunks, tables))
+        self._tell(self._writer.encode(chunks, [self._numbers_of(table) for table in tables]))
         return self._own.launch(chunks, tables)
 
     def _tell(self, message: NDArray[np.int32]) -> None:
