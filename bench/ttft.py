@@ -21,6 +21,7 @@ from pathlib import Path
 from bench.shapes import default_model
 from bench.ttft_run import Kill, TtftPlan, TtftRow, TtftRun
 from engine_adapter.engine.device import resolve_device
+from kvstore.errors import KvstoreError
 
 __all__ = ["CPU", "CUDA", "CUDA_SHORT", "Kill", "TtftPlan", "TtftResult", "TtftRow", "measure", "plan_for"]
 
@@ -51,6 +52,8 @@ class TtftResult:
     raw_gb_per_s: float
     rows: tuple[TtftRow, ...]
     kill: Kill
+    disk_error: str
+    """Why nothing was measured from disk; empty where it was."""
 
 
 def plan_for(device: str, *, short: bool) -> TtftPlan:
@@ -84,9 +87,13 @@ def measure(
                 run.dram(engine)
                 killed_at = engine.kill()
             kill = run.after_kill(killed_at)
-            run.flush()
-        with run.service(), run.engine() as engine:
-            run.disk(engine)
+            disk_error = ""
+            try:
+                run.flush()
+            except KvstoreError as error:
+                disk_error = str(error)
+        if not disk_error:
+            disk_error = _from_disk(run)
         return TtftResult(
             model=model,
             device=name,
@@ -94,6 +101,17 @@ def measure(
             raw_gb_per_s=raw / 1e9,
             rows=tuple(run.rows(raw)),
             kill=kill,
+            disk_error=disk_error,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _from_disk(run: TtftRun) -> str:
+    """Everything started again over the same files; why that failed. What is known by then is not lost with it."""
+    try:
+        with run.service(), run.engine() as engine:
+            run.disk(engine)
+    except KvstoreError as error:
+        return str(error)
+    return ""

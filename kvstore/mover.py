@@ -1,6 +1,6 @@
 """The mover: the process that moves blocks between mapped DRAM extents and one disk.
 
-    python -m kvstore.mover FD [LOCK]      the inherited socketpair end, and the directory's lock; started by `kvstore.mover_link`
+    python -m kvstore.mover FD [LOCK]      inherited: the socketpair's end, the directory's lock (`kvstore.mover_link`)
 
 It decides nothing. One thread reads the socket and owns the tiers; I/O threads carry out pieces and send the replies
 themselves, without a hand-over. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon
