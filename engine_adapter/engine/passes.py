@@ -57,7 +57,6 @@ class Passes(Protocol):
         """For one row a sequence. Queues kernels that read `tensors`, and may be captured in a graph with the pass."""
         ...
 
-
     def rehearsal(self, num_rows: int) -> PassAttention:
         """For one chunk of so many rows that writes nothing and reads no page, so that its kernels are compiled."""
         ...
@@ -87,7 +86,6 @@ class TorchPasses:
             context_lens=tensors.context_lens.numpy()[real],
         )
         return _TorchPass(self._model, tensors.positions.long(), self._attention.plan(batch))
-
 
     def rehearsal(self, num_rows: int) -> PassAttention:
         """See Passes."""
