@@ -52,9 +52,17 @@ class CudaRunner:
     """See the module and `Runner`."""
 
     def __init__(
-        self, model: FusedLlama, passes: Passes, queue: Queue, settings: EngineSettings, *, max_pages: int
+        self,
+        model: FusedLlama,
+        passes: Passes,
+        queue: Queue,
+        settings: EngineSettings,
+        *,
+        max_pages: int,
+        agree: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """`max_pages`: most pages of one sequence."""
+        """`max_pages`: most pages of one sequence. `agree` makes chosen tokens the same on all shards of a model."""
+        self._agree = agree
         self._model = model
         self._passes = passes
         self._queue = queue
@@ -146,7 +154,7 @@ class CudaRunner:
         token_ids = torch.where(sources >= 0, chosen, b.token_ids[:size])
         logits = self._model.logits(token_ids, self._passes.decode(b.decode.first(size)), None)
         self._logits[:size].copy_(logits)
-        b.chosen[:size].copy_(logits.argmax(dim=-1))
+        self._choose(logits)
 
     def _mixed(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:
         lengths = np.array([chunk.end - chunk.start for chunk in chunks])
@@ -168,8 +176,15 @@ class CudaRunner:
             ids[parts[2]] = self._buffers.chosen[parts[3]].long()
         logits = self._model.logits(ids, self._passes.mixed(batch), parts[1])
         if len(wanted):
-            self._buffers.chosen[: len(wanted)].copy_(logits.argmax(dim=-1))
+            self._choose(logits)
         return logits
+
+    def _choose(self, logits: Tensor) -> None:
+        """The most likely token of each row, for the host and for the step after this one."""
+        chosen = self._buffers.chosen[: len(logits)]
+        chosen.copy_(logits.argmax(dim=-1))
+        if self._agree is not None:
+            self._agree(chosen)
 
     def _upload(self, *parts: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """One copy of all of them. Their staging is torch's own, which it does not reuse before the copy is done."""

@@ -1,6 +1,6 @@
 """Chooses the runner for a model, its device and its settings. The only place that knows all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from engine_adapter.engine.attention.tiled import TiledAttention
 from engine_adapter.engine.cuda_runner import CudaRunner
 from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.models.fused import FusedLlama, TorchElementwise
+from engine_adapter.engine.parallel.group import GroupSums
 from engine_adapter.engine.passes import TorchPasses
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runner import FlatRunner, LaunchedStep, Runner, TiledRunner
@@ -37,19 +38,20 @@ def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> 
 
 
 def make_shard_runner(
-    loaded: LoadedModel, pool: Tensor, settings: EngineSettings, reduce: Callable[[Tensor], None]
+    loaded: LoadedModel, pool: Tensor, settings: EngineSettings, group: GroupSums
 ) -> Runner:
-    """The same for one shard of a model, whose partial sums `reduce` adds up. ConfigError in deterministic mode."""
+    """The same for one shard of a model in a group. ConfigError in deterministic mode."""
     if settings.deterministic:
         raise ConfigError("deterministic mode runs on one device: leave tensor_parallel at 1")
     if pool.is_cuda:
-        return _cuda_runner(loaded, pool, settings, reduce)
+        return _cuda_runner(loaded, pool, settings, group)
     return CudaRunner(
-        FusedLlama(loaded.model, TorchElementwise(), reduce),
+        FusedLlama(loaded.model, TorchElementwise(), group.reduce),
         TorchPasses(loaded.model, pool),
         HostQueue(),
         settings,
         max_pages=max_pages(loaded, pool),
+        agree=group.agree,
     )
 
 
@@ -57,7 +59,7 @@ def _cuda_runner(
     loaded: LoadedModel,
     pool: Tensor,
     settings: EngineSettings,
-    reduce: Callable[[Tensor], None] | None = None,
+    group: GroupSums | None = None,
 ) -> Runner:
     # Here, because triton is imported there, which CPU builds of torch come without.
     from engine_adapter.engine.triton_passes import FlashInferPasses, TritonElementwise, TritonPasses
@@ -70,11 +72,12 @@ def _cuda_runner(
         max_sequences=settings.max_running,
     )
     return CudaRunner(
-        FusedLlama(loaded.model, TritonElementwise(), reduce),
+        FusedLlama(loaded.model, TritonElementwise(), None if group is None else group.reduce),
         passes,
         CudaQueue(pool.device),
         settings,
         max_pages=max_pages(loaded, pool),
+        agree=None if group is None else group.agree,
     )
 
 

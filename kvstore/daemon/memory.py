@@ -330,14 +330,15 @@ class Memory:
         self._owner.settle_soon()
 
     def owned_bytes(self) -> dict[int, Owned]:
-        """HBM of each device that has some."""
+        """HBM of each device that has some; of a group of processes, that of the first one's device."""
         found: dict[int, Owned] = {}
         for info, _ in self.extents(Tier.HBM):
             had = found.get(info.device, Owned(total_bytes=0, orphan_bytes=0, plain_bytes=0))
+            nbytes = info.nbytes // len(self._fds[info.extent])  # other shards are on other devices
             found[info.device] = Owned(
-                total_bytes=had.total_bytes + info.nbytes,
-                orphan_bytes=had.orphan_bytes + info.nbytes * self._orphaned(info),
-                plain_bytes=had.plain_bytes + info.nbytes * self._is_plain(info),
+                total_bytes=had.total_bytes + nbytes,
+                orphan_bytes=had.orphan_bytes + nbytes * self._orphaned(info),
+                plain_bytes=had.plain_bytes + nbytes * self._is_plain(info),
             )
         return found
 

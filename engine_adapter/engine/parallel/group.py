@@ -6,6 +6,7 @@ then one of them has died, and no step can be completed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,13 +16,25 @@ from torch import Tensor
 
 from engine_adapter.engine.parallel.shard import Shard
 
-__all__ = ["TIMEOUT_S", "join_group", "leave_group"]
+__all__ = ["TIMEOUT_S", "GroupSums", "join_group", "leave_group"]
 
 TIMEOUT_S = 60.0
 
 
-def join_group(shard: Shard, meeting_file: Path, device: torch.device) -> Callable[[Tensor], None]:
-    """Meets the other processes, and returns what adds a tensor up over all of them, in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSums:
+    """What all processes of a group do at once, in the same order, in place.
+
+    `reduce` adds a tensor up over all of them. `agree` gives all of them that of the process that schedules: tokens
+    that two devices chose by sums of their own could differ in a tie, and no process would notice.
+    """
+
+    reduce: Callable[[Tensor], None]
+    agree: Callable[[Tensor], None]
+
+
+def join_group(shard: Shard, meeting_file: Path, device: torch.device) -> GroupSums:
+    """Meets the other processes.
 
     One group a process. `meeting_file` must not have been used before.
     """
@@ -36,7 +49,7 @@ def join_group(shard: Shard, meeting_file: Path, device: torch.device) -> Callab
         timeout=timedelta(seconds=TIMEOUT_S),
         device_id=device if on_gpu else None,
     )
-    return _add_up
+    return GroupSums(reduce=_add_up, agree=_take_the_first)
 
 
 def leave_group() -> None:
@@ -46,3 +59,7 @@ def leave_group() -> None:
 
 def _add_up(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
+
+
+def _take_the_first(tensor: Tensor) -> None:
+    dist.broadcast(tensor, src=0)

@@ -1,15 +1,13 @@
 """Loads one shard of a model and joins its group."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engine_adapter.engine.loader import LoadedModel, load_model
 from engine_adapter.engine.models.llama import Llama
-from engine_adapter.engine.parallel.group import join_group
+from engine_adapter.engine.parallel.group import GroupSums, join_group
 from engine_adapter.engine.parallel.shard import Shard, shard_config, shard_weights
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource
@@ -19,10 +17,10 @@ __all__ = ["LoadedShard", "load_shard"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedShard:
-    """`loaded` is a model of the shard's size; `reduce` adds a partial sum up over all shards."""
+    """`loaded` is a model of the shard's size."""
 
     loaded: LoadedModel
-    reduce: Callable[[Tensor], None]
+    group: GroupSums
 
 
 def load_shard(
@@ -41,4 +39,4 @@ def load_shard(
     del whole, weights
     if settings.device != "cpu":
         torch.cuda.empty_cache()  # the whole model's matrices
-    return LoadedShard(loaded=loaded, reduce=join_group(shard, meeting_file, torch.device(settings.device)))
+    return LoadedShard(loaded=loaded, group=join_group(shard, meeting_file, torch.device(settings.device)))

@@ -171,7 +171,7 @@ def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPage
     shard = load_shard(source, plan.settings, plan.shard, Path(plan.meeting_file))
     config, dtype = shard.loaded.config, shard.loaded.model.dtype
     pool = view_pages(pages, config, plan.block_tokens, dtype)
-    runner = make_shard_runner(shard.loaded, pool, plan.settings, shard.reduce)
+    runner = make_shard_runner(shard.loaded, pool, plan.settings, shard.group)
     connection.sendall(_READY)
     reader = StepReader()
     while (message := receive(connection)) is not None:

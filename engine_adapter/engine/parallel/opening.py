@@ -37,7 +37,7 @@ class ParallelModel:
     ) -> None:
         self.loaded = shard.loaded
         self.members = members
-        self._reduce = shard.reduce
+        self._group = shard.group
         self._numbers_of = numbers_of
         self._has_runner = False
 
@@ -46,7 +46,7 @@ class ParallelModel:
         if self._has_runner:
             raise RuntimeError("the members have a runner already")
         self._has_runner = True
-        own = make_shard_runner(loaded, pool, settings, self._reduce)
+        own = make_shard_runner(loaded, pool, settings, self._group)
         return ParallelRunner(own, self.members, self._numbers_of)
 
 
