@@ -94,9 +94,9 @@ class MemberGroup:
         self._wait(lambda member: member.opened is not None, "opened its device")
         return [member.opened for member in self._members if member.opened is not None]
 
-    def join(self, path: str, token: bytes, slot_bytes: int) -> None:
+    def join(self, path: str, token: bytes, slot_bytes: int, device: int) -> None:
         """See Group."""
-        self.tell(Join(path=path, token=token.hex(), slot_bytes=slot_bytes))
+        self.tell(Join(path=path, token=token.hex(), slot_bytes=slot_bytes, device=device))
 
     def wait_joined(self, num_pages: int) -> None:
         """See Group."""

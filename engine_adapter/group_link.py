@@ -1,6 +1,7 @@
 """What the processes of a group say to each other about the store: join a session, map, copy. Both ends.
 
-    scheduling process → member     Join {path, token, slot_bytes}    Map {pages}    Copy {number, direction, slots}
+    scheduling process → member     Join {path, token, slot_bytes, device}    Map {pages}
+                                   Copy {number, direction, slots}
     member → scheduling process     Opened {uuid, identity}           Mapped {}      Copied {number}    Failed {text}
 
 Opened comes once, Mapped for each Map, Copied for each Copy, in whatever order copies complete. The socket is AF_UNIX
@@ -65,6 +66,7 @@ class Join:
     path: str
     token: str = field(repr=False)
     slot_bytes: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ from tiers.base import Device
 __all__: list[str] = []
 
 _JOIN_S = 120.0
+_GRACE_S = 1.0
+"""The end of the scheduling process shows first in the sums that its death breaks, then on the link."""
 _RETRY_S = 0.001
 
 
@@ -54,13 +56,14 @@ class _StoreMember:
 
     def __init__(self, plan: MemberPlan, link: socket.socket) -> None:
         self._link = link
+        self._number = plan.shard.rank
         self._sending = threading.Lock()
         self._joined = threading.Event()
         self._device: Device = open_device(device_spec(plan.settings.device, 0))
         self._copier, listener = _copier(plan.settings.device)
         self._memory = MemberMemory(
             Shard(member=plan.shard.rank, members=plan.shard.size),
-            device_spec(plan.settings.device, plan.num_pages * plan.page_bytes),
+            plan.num_pages * plan.page_bytes,
             self._device,
             timeout_s=_JOIN_S,
             listener=listener,
@@ -97,13 +100,16 @@ class _StoreMember:
 
     def fail(self, error: BaseException) -> None:
         """Tells why this process ends."""
+        text = " ".join(str(error).split())[:400]
         with contextlib.suppress(OSError):  # nobody is there to be told
-            self._send(Failed(text=" ".join(str(error).split())[:400]))
+            self._send(Failed(text=text))
+        print(f"kvstore: process {self._number} of the model: {text}", file=sys.stderr)
 
     def _handle(self, message: LinkMessage) -> None:
         match message:
             case Join():
-                self._memory.join(message.path, bytes.fromhex(message.token), message.slot_bytes)
+                token = bytes.fromhex(message.token)
+                self._memory.join(message.path, token, message.slot_bytes, message.device)
                 self._joined.set()
             case Map():
                 self._memory.wait_pages(message.pages)
@@ -121,10 +127,14 @@ class _StoreMember:
             sources=dram if load else hbm,
             targets=hbm if load else dram,
             nbytes=self._memory.hbm.slot_bytes,
-            done=lambda: self._send(Copied(number=message.number)),
+            done=lambda: self._tell_copied(message.number),
         )
         while not self._copier.submit(batch):  # never for long: the group has the same bound
             time.sleep(_RETRY_S)
+
+    def _tell_copied(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # the scheduling process has gone: so will this one
+            self._send(Copied(number=number))
 
     def _send(self, message: LinkMessage) -> None:
         with self._sending:
@@ -159,6 +169,7 @@ def _main(arguments: Sequence[str]) -> None:
     try:
         serve_member(plan, steps, store)
     except BaseException as error:
+        time.sleep(_GRACE_S)
         store.fail(error)
         raise
     thread.join()  # copies go on until the session has ended

@@ -231,7 +231,12 @@ class Attachment:
     def _map(self) -> MappedMemory:
         """Maps what there is and gives what is missing, at the same time as the other processes of a group."""
         if self._group is not None:
-            self._group.join(self._descriptor_path(), self._reply.token, self._reply.slot_bytes)
+            self._group.join(
+                self._descriptor_path(),
+                self._reply.token,
+                self._reply.slot_bytes,
+                0 if self._spec is None else self._spec.index,
+            )
         memory = self._descriptors.open()
         if self._group is not None:
             self._group.wait_joined(0 if memory.hbm is None else memory.hbm.num_pages)

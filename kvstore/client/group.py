@@ -61,9 +61,10 @@ class Group(Protocol):
         """Of the other processes' devices, in their order (`tiers.base.Device.identity`)."""
         ...
 
-    def join(self, path: str, token: bytes, slot_bytes: int) -> None:
+    def join(self, path: str, token: bytes, slot_bytes: int, device: int) -> None:
         """Has each of them present itself on the descriptor socket at `path` as a member of the session of `token`.
 
+        `device`: the number of the session's device in the service, under which the tables have all shards.
         Does not wait: they give shards of HBM while this process does. Raises: Unavailable where one has gone.
         """
         ...

@@ -36,15 +36,15 @@ class MemberMemory:
     def __init__(
         self,
         shard: Shard,
-        spec: DeviceSpec,
+        hbm_bytes: int,
         device: Device,
         *,
         timeout_s: float,
         listener: DramListener | None = None,
     ) -> None:
-        """`device` is what `spec` names, opened by the caller, who closes it afterwards."""
+        """`device` was opened by the caller, who closes it afterwards; `hbm_bytes` is the budget on it."""
         self._shard = shard
-        self._spec = spec
+        self._hbm_bytes = hbm_bytes
         self._device = device
         self._timeout_s = timeout_s
         self._listener = listener
@@ -52,10 +52,11 @@ class MemberMemory:
         self._memory: MappedMemory | None = None
         self._slot_bytes = 0
 
-    def join(self, path: str, token: bytes, slot_bytes: int) -> None:
+    def join(self, path: str, token: bytes, slot_bytes: int, device: int) -> None:
         """Presents this process as a member of the session of `token`, and maps what it is sent.
 
-        Of a session before that: its pages stay where they are, the new ones come into their place. Raises: as
+        `slot_bytes`: of a whole block; `device`: the number under which the tables have the session's HBM. Of a session
+        before that: its pages stay where they are, the new ones come into their place. Raises: as
         `Descriptors.open`.
         """
         old = self._memory
@@ -66,7 +67,7 @@ class MemberMemory:
             path,
             token,
             slot_bytes=slot_bytes,
-            spec=self._spec,
+            spec=DeviceSpec(hbm_bytes=self._hbm_bytes, index=device, kind=self._device.kind),
             device=self._device,
             timeout_s=self._timeout_s,
             hbm_range=None if old is None else old.hbm,

@@ -23,7 +23,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.mark.parametrize(
     "message",
     [
-        link.Join(path="/run/kv.sock.fd", token="00ff" * 8, slot_bytes=1 << 22),
+        link.Join(path="/run/kv.sock.fd", token="00ff" * 8, slot_bytes=1 << 22, device=3),
         link.Map(pages=(1 << 32) - 1),
         link.Opened(uuid="GPU-1", identity="cuda GPU-1 boot 13000"),
         link.Mapped(),
@@ -51,7 +51,7 @@ def test_the_largest_copy_fits_a_packet(pair: tuple[socket.socket, socket.socket
 
 
 def test_a_token_is_not_shown() -> None:
-    assert "secret" not in repr(link.Join(path="p", token="secret", slot_bytes=1))
+    assert "secret" not in repr(link.Join(path="p", token="secret", slot_bytes=1, device=0))
 
 
 def test_the_end_of_the_other_process_is_none(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -78,11 +78,18 @@ class Worker:
         assert isinstance(last, Result)
         return last
 
+    def kill_member_in_an_answer(self) -> None:
+        request = GenerateRequest(id="a", token_ids=PROMPT, max_tokens=3000, ignore_eos=True, stream=True)
+        with WorkerConnection(self.path, timeout_s=WAIT_S) as connection:
+            for count, _ in enumerate(connection.ask(request)):
+                if count == 5:
+                    os.kill(self.members[0], signal.SIGKILL)
+
     def kill(self, *pids: int) -> str:
         """SIGKILL for these, or for all; what the worker said at last."""
         for pid in pids or (self.process.pid, *self.members):
             os.kill(pid, signal.SIGKILL)
-        _, said = self.process.communicate(timeout=WAIT_S)
+        said: str = self.process.communicate(timeout=WAIT_S)[1]
         deadline = time.monotonic() + WAIT_S
         while any(alive(pid) for pid in self.members):
             assert time.monotonic() < deadline, "a member outlived its worker"
@@ -216,10 +223,21 @@ def test_a_killed_member_ends_the_worker_and_nothing_else(folder: Path) -> None:
     assert list(faults) == []
 
 
+def test_a_member_killed_in_a_step_is_one_line_too(folder: Path) -> None:
+    """What broke was a sum somewhere in the model: nobody wants to read of that."""
+    with service(folder) as store, worker(folder, store) as running:
+        with pytest.raises(KvstoreError):
+            running.kill_member_in_an_answer()
+        said = running.process.communicate(timeout=WAIT_S)[1]
+        assert running.process.returncode == 1
+        assert said.count("\n") == 1, said
+        assert "has ended: the worker ends with it" in said
+
+
 def test_members_end_with_their_worker(folder: Path) -> None:
     with service(folder) as store, worker(folder, store) as running:
         running.ask()
-        running.kill(running.process.pid)
+        assert running.kill(running.process.pid) == ""
 
 
 def test_a_killed_daemon_is_noticed_by_no_process_of_a_group(folder: Path) -> None:

@@ -5,6 +5,7 @@ in that step. So the end of the own part is the end of all parts, and pages may 
 """
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,6 +18,10 @@ from engine_adapter.engine.runner import LaunchedStep, Runner
 from kvstore.errors import Unavailable
 
 __all__ = ["Connected", "ParallelRunner", "same_numbers"]
+
+
+_GRACE_S = 1.0
+"""A member's death shows here before it is certain: whoever watches the processes says it better."""
 
 
 class Connected(Protocol):
@@ -53,8 +58,12 @@ class ParallelRunner:
 
     def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
         """See Runner. Unavailable when a member has gone: no step can be completed any more."""
-        self._tell(self._writer.encode(chunks, [self._numbers_of(table) for table in tables]))
-        return self._own.launch(chunks, tables)
+        try:
+            self._tell(self._writer.encode(chunks, [self._numbers_of(table) for table in tables]))
+            return self._own.launch(chunks, tables)
+        except (RuntimeError, Unavailable):  # torch's, where a sum is broken off
+            time.sleep(_GRACE_S)
+            raise
 
     def _tell(self, message: NDArray[np.int32]) -> None:
         for member in self._members:
