@@ -23,7 +23,7 @@ DEVICE = "cuda:0"
 
 
 @pytest.mark.parametrize(
-    ("model", "hbm", "dram"), [("llama-tiny", "32MiB", "64MiB"), ("llama-3.2-1b", "1GiB", "1GiB")]
+    "model, hbm, dram", [("llama-tiny", "32MiB", "64MiB"), ("llama-3.2-1b", "1GiB", "1GiB")]
 )
 def test_shards_outlive_their_processes(model: str, hbm: str, dram: str) -> None:
     with short_folder() as folder, service(folder, "--dram", dram) as store:
