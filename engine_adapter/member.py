@@ -22,7 +22,12 @@ from numpy.typing import NDArray
 from engine_adapter.base import Pages
 from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, CopyBatch, Direction, TwinCopier
-from engine_adapter.engine.parallel.member import MemberPlan, read_plan, serve_member
+from engine_adapter.engine.parallel.member import (
+    MemberPlan,
+    end_with_the_scheduler,
+    read_plan,
+    serve_member,
+)
 from engine_adapter.group_copier import MAX_GROUP_BLOCKS
 from engine_adapter.group_link import (
     Copied,
@@ -157,6 +162,7 @@ def _main(arguments: Sequence[str]) -> None:
     parser.add_argument("--link", type=int, required=True)
     parser.add_argument("--plan", required=True)
     given = parser.parse_args(arguments)
+    end_with_the_scheduler()
     plan = read_plan(given.plan)
     steps, link = socket.socket(fileno=given.fd), socket.socket(fileno=given.link)
     try:

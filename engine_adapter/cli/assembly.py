@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine_adapter.base import BlockManager
 from engine_adapter.budget import hbm_bytes
-from engine_adapter.engine.device import compute_dtype, device_name, resolve_device
+from engine_adapter.engine.device import compute_dtype, device_index, device_name, resolve_device
 from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
@@ -110,10 +110,16 @@ def _several_devices(
     options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
 ) -> Iterator[Engine]:
     """A shard of the model and of every page on each device, this process's own first."""
+    worker = options.worker
+    if options.deterministic:
+        raise ConfigError("deterministic mode runs on one device: leave worker.tensor_parallel at 1")
+    if settings.device != "cpu":
+        first = device_index(settings.device)
+        for index in range(first, first + worker.tensor_parallel):
+            resolve_device(f"cuda:{index}")
     tell("loading torch")
     from engine_adapter.engine.parallel.shard import shard_config
 
-    worker = options.worker
     shard = replace(source, config=shard_config(source.config, worker.tensor_parallel))
     pages = _num_pages(options, shard, settings)
     settings = replace(settings, max_tokens=pages * worker.block_tokens)
@@ -222,7 +228,7 @@ def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSetti
         tensor_parallel=worker.tensor_parallel,
         chunk_tokens=worker.chunk_tokens or (_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS),
         max_running=worker.max_requests,
-        threads=worker.threads or len(os.sched_getaffinity(0)),
+        threads=worker.threads or max(1, len(os.sched_getaffinity(0)) // worker.tensor_parallel),
     )
 
 

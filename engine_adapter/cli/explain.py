@@ -14,7 +14,7 @@ import typer
 
 from engine_adapter.cli.assembly import engine_settings, model_source, store_geometry
 from engine_adapter.cli.generate import read_prompt
-from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
+from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption, TensorParallelOption
 from engine_adapter.engine.source import ModelSource
 from engine_adapter.fingerprint import namespace_parts
 from kvstore.cli.explain import explain_files, explain_tokens
@@ -36,6 +36,7 @@ def explain(
         bool, typer.Option("--deterministic", help="As an engine with --deterministic sees it.")
     ] = False,
     block_tokens: Annotated[int | None, typer.Option(help="Tokens in a block.")] = None,
+    tensor_parallel: TensorParallelOption = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a deterministic engine.")] = None,
     namespace: Annotated[
         Path | None, typer.Option(help="JSON object with the parts of the namespace.")
@@ -52,6 +53,7 @@ def explain(
         "worker.load_format": load_format,
         "worker.device": device,
         "worker.block_tokens": block_tokens,
+        "worker.tensor_parallel": tensor_parallel,
         "worker.threads": threads,
     }
     config = load_settings(flags, file=file).config

@@ -270,6 +270,20 @@ def test_a_member_killed_in_a_step_is_one_line_too(folder: Path) -> None:
         assert "has ended: the worker ends with it" in said
 
 
+def test_a_signal_to_all_processes_is_the_workers(folder: Path) -> None:
+    """As a terminal and a supervisor send it: members that ended at once took the answers under way with them."""
+    with service(folder) as store, worker(folder, store) as running:
+        cold = running.ask()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(running.members[0], number)
+        assert running.ask().token_ids == cold.token_ids
+        for pid in (*running.members, running.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        said = running.process.communicate(timeout=WAIT_S)[1]
+        assert (running.process.returncode, said) == (0, "")
+        assert not any(alive(pid) for pid in running.members)
+
+
 def test_members_end_with_their_worker(folder: Path) -> None:
     with service(folder) as store, worker(folder, store) as running:
         running.ask()

@@ -7,6 +7,7 @@ It ends when that socket does. Its pages are its own memory, or what `MemberPage
 
 import argparse
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,15 @@ from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import find_model, find_shape
 from kvstore.errors import Unavailable
 
-__all__ = ["Member", "MemberPages", "MemberPlan", "read_plan", "serve_member", "spawn_members"]
+__all__ = [
+    "Member",
+    "MemberPages",
+    "MemberPlan",
+    "end_with_the_scheduler",
+    "read_plan",
+    "serve_member",
+    "spawn_members",
+]
 
 _READY = b"r"
 _START_S = 300.0
@@ -126,9 +135,16 @@ def _main(arguments: Sequence[str]) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--plan", required=True)
     given = parser.parse_args(arguments)
+    end_with_the_scheduler()
     plan = read_plan(given.plan)
     with socket.socket(fileno=given.fd) as connection:
         serve_member(plan, connection, _OwnPages(plan))
+
+
+def end_with_the_scheduler() -> None:
+    """Signals that a terminal or a supervisor sends to all processes are the scheduling one's: it ends the others."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _OwnPages:
@@ -173,11 +189,11 @@ def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPage
     pool = view_pages(pages, config, plan.block_tokens, dtype)
     runner = make_shard_runner(shard.loaded, pool, plan.settings, shard.group)
     connection.sendall(_READY)
-    reader = StepReader()
+    reader = StepReader(memory.pages_of)
     while (message := receive(connection)) is not None:
         if message[0]:
             step = reader.decode(message)
-            runner.launch(step.chunks, [memory.pages_of(table) for table in step.tables])
+            runner.launch(step.chunks, step.tables)
         else:
             runner.prepare()
     leave_group()

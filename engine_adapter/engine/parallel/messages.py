@@ -1,12 +1,12 @@
 """What a member is told of a step, as packed int32: which tokens of which requests, and their block tables.
 
-A request is a number for as long as it is in consecutive launches. Then a message is all that a member's runner needs:
-an `UNKNOWN` token is the one that its own launch before chose.
+A request is a number for as long as it is in consecutive launches. Of its block table only what is new is sent, and all
+of it where it was preempted. An `UNKNOWN` token is the one that the member's own launch before chose.
 """
 
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,41 +16,53 @@ from numpy.typing import NDArray
 from engine_adapter.base import RequestId
 from engine_adapter.engine.request import Chunk, Request
 
-__all__ = ["PREPARE", "StepReader", "StepWriter", "receive", "send"]
+__all__ = ["PREPARE", "StepReader", "StepWriter", "Table", "receive", "same_numbers", "send"]
 
 _HEADER_INTS = 3  # chunks, tokens, pages; no chunk: prepare
-_CHUNK_INTS = 6  # number, preemptions, start, end, whether it samples, pages
+_CHUNK_INTS = 7  # number, preemptions, start, end, whether it samples, pages that the member has, pages
 PREPARE = np.zeros(_HEADER_INTS, np.int32)
 """The message that asks to prepare."""
+
+
+Table = NDArray[np.int32]
+
+
+def same_numbers(table: Table) -> Table:
+    """A block table of pages that have the same number in every process."""
+    return table
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a member knows of a request that was in the launch before."""
+
+    number: int
+    preemptions: int
+    pages: int
 
 
 class StepWriter:
     """Of the process that schedules."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers_of: Callable[[Table], Table] = same_numbers) -> None:
+        """`numbers_of`: of pages of this process, what they are called in all of them."""
+        self._numbers_of = numbers_of
         self._next = itertools.count()
-        self._numbers: dict[Request, int] = {}  # of the launch before
+        self._known: dict[Request, _Known] = {}
 
     def encode(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
         """The message of one launch. One for each launch, in their order."""
-        requests = [chunk.request for chunk in chunks]
-        self._numbers = {
-            request: self._numbers[request] if request in self._numbers else next(self._next)
-            for request in requests
-        }
-        heads = [
-            (
-                self._numbers[c.request],
-                c.request.num_preemptions,
-                c.start,
-                c.end,
-                int(c.samples),
-                len(table),
-            )
-            for c, table in zip(chunks, tables, strict=True)
-        ]
+        heads, parts, known = [], [], {}
+        for c, table in zip(chunks, tables, strict=True):
+            preemptions = c.request.num_preemptions
+            before = self._known.get(c.request) or _Known(next(self._next), preemptions, 0)
+            had = before.pages if before.preemptions == preemptions else 0
+            heads.append((before.number, preemptions, c.start, c.end, int(c.samples), had, len(table)))
+            parts.append(table[had:])
+            known[c.request] = _Known(before.number, preemptions, len(table))
+        self._known = known
         tokens = np.concatenate([np.array(c.request.tokens[c.start : c.end], np.int32) for c in chunks])
-        pages = np.concatenate([np.asarray(table, np.int32) for table in tables])
+        pages = self._numbers_of(np.concatenate(parts))
         header = np.array([len(chunks), len(tokens), len(pages)], np.int32)
         return np.concatenate([header, np.array(heads, np.int32).ravel(), tokens, pages])
 
@@ -60,7 +72,7 @@ class Step:
     """A launch as a member sees it."""
 
     chunks: list[Chunk]
-    tables: list[NDArray[np.int32]]
+    tables: list[Table]
 
 
 class _TokensFrom(list[int]):
@@ -82,8 +94,10 @@ class _TokensFrom(list[int]):
 class StepReader:
     """Of a member."""
 
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}  # of the launch before
+    def __init__(self, pages_of: Callable[[Table], Table] = same_numbers) -> None:
+        """`pages_of`: of what pages are called in all processes, those of this one."""
+        self._pages_of = pages_of
+        self._known: dict[int, tuple[Request, Table]] = {}  # of the launch before
 
     def decode(self, message: NDArray[np.int32]) -> Step:
         """The launch of one message."""
@@ -91,23 +105,22 @@ class StepReader:
         body = message[_HEADER_INTS:]
         heads = body[: num_chunks * _CHUNK_INTS].reshape(num_chunks, _CHUNK_INTS).tolist()
         tokens = body[num_chunks * _CHUNK_INTS :][:num_tokens]
-        pages = body[num_chunks * _CHUNK_INTS + num_tokens :]
-        chunks, tables, requests = [], [], {}
-        taken = table_start = 0
-        for number, preemptions, start, end, samples, num_pages in heads:
-            request = self._requests.get(number) or Request(
-                id=RequestId(str(number)), tokens=[], num_prompt=0
-            )
+        pages = self._pages_of(body[num_chunks * _CHUNK_INTS + num_tokens :])
+        chunks, known = [], {}
+        for number, preemptions, start, end, samples, had, count in heads:
+            request, table = self._known.get(number) or (_request(number), pages[:0])
             request.num_preemptions = preemptions
-            known = tokens[taken : taken + end - start].tolist()
-            request.tokens = _TokensFrom(start, known if samples else [*known, 0])
-            requests[number] = request
+            mine, tokens = np.split(tokens, [end - start])
+            request.tokens = _TokensFrom(start, mine.tolist() if samples else [*mine.tolist(), 0])
             chunks.append(Chunk(request=request, start=start, end=end))
-            tables.append(pages[table_start : table_start + num_pages])
-            taken += end - start
-            table_start += num_pages
-        self._requests = requests
-        return Step(chunks=chunks, tables=tables)
+            new, pages = np.split(pages, [count - had])
+            known[number] = (request, np.concatenate([table[:had], new]) if len(new) else table)
+        self._known = known
+        return Step(chunks=chunks, tables=[table for _, table in known.values()])
+
+
+def _request(number: int) -> Request:
+    return Request(id=RequestId(str(number)), tokens=[], num_prompt=0)
 
 
 def send(connection: socket.socket, message: NDArray[np.int32]) -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.engine.device import compute_dtype, device_index
@@ -16,7 +14,8 @@ from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.parallel.group import leave_group
 from engine_adapter.engine.parallel.loading import LoadedShard, load_shard
 from engine_adapter.engine.parallel.member import M, Member, MemberPlan, spawn_members
-from engine_adapter.engine.parallel.runner import ParallelRunner, same_numbers
+from engine_adapter.engine.parallel.messages import Table, same_numbers
+from engine_adapter.engine.parallel.runner import ParallelRunner
 from engine_adapter.engine.parallel.shard import Shard, shard_config
 from engine_adapter.engine.runner import Runner
 from engine_adapter.engine.runners import make_shard_runner
@@ -26,7 +25,7 @@ from kvstore.geometry import DTYPE_BYTES
 
 __all__ = ["ParallelModel", "StartedModel", "open_parallel", "start_parallel"]
 
-_Numbers = Callable[[NDArray[np.int32]], NDArray[np.int32]]
+_Numbers = Callable[[Table], Table]
 
 
 class ParallelModel:

@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.engine.parallel.messages import PREPARE, StepWriter, send
+from engine_adapter.engine.parallel.messages import PREPARE, StepWriter, Table, same_numbers, send
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runner import LaunchedStep, Runner
 from kvstore.errors import Unavailable
 
-__all__ = ["Connected", "ParallelRunner", "same_numbers"]
+__all__ = ["Connected", "ParallelRunner"]
 
 
 _GRACE_S = 1.0
@@ -31,11 +31,6 @@ class Connected(Protocol):
     def connection(self) -> socket.socket: ...
 
 
-def same_numbers(table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """A block table of pages that have the same number in every process."""
-    return table
-
-
 class ParallelRunner:
     """See the module and `Runner`."""
 
@@ -43,13 +38,12 @@ class ParallelRunner:
         self,
         own: Runner,
         members: Sequence[Connected],
-        numbers_of: Callable[[NDArray[np.int32]], NDArray[np.int32]] = same_numbers,
+        numbers_of: Callable[[Table], Table] = same_numbers,
     ) -> None:
         """`numbers_of`: of pages of this process, what they are called in all of them."""
-        self._numbers_of = numbers_of
         self._own = own
         self._members = members
-        self._writer = StepWriter()
+        self._writer = StepWriter(numbers_of)
 
     def prepare(self) -> None:
         """See Runner."""
@@ -59,7 +53,7 @@ class ParallelRunner:
     def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
         """See Runner. Unavailable when a member has gone: no step can be completed any more."""
         try:
-            self._tell(self._writer.encode(chunks, [self._numbers_of(table) for table in tables]))
+            self._tell(self._writer.encode(chunks, tables))
             return self._own.launch(chunks, tables)
         except (RuntimeError, Unavailable):  # torch's, where a sum is broken off
             time.sleep(_GRACE_S)

@@ -98,6 +98,21 @@ def test_a_member_sees_the_step_that_was_sent() -> None:
         assert receive(theirs) is None
 
 
+def test_only_new_pages_are_sent() -> None:
+    """And all of them to a request that was preempted: it has others then, if as many."""
+    writer, reader = StepWriter(lambda pages: pages + 100), StepReader(lambda pages: pages * 10)
+    request = Request(id=RequestId("one"), tokens=list(range(9)), num_prompt=9)
+    chunks = [Chunk(request=request, start=8, end=9)]
+    sent = []
+    for pages, preemptions in (([4, 5], 0), ([4, 5], 0), ([4, 5, 6], 0), ([7, 8, 9], 1), ([7, 8, 9, 2], 1)):
+        request.num_preemptions = preemptions
+        message = writer.encode(chunks, [np.array(pages, np.int32)])
+        sent.append(int(message[2]))
+        (table,) = reader.decode(message).tables
+        assert table.tolist() == [10 * (page + 100) for page in pages]
+    assert sent == [2, 0, 1, 3, 1]
+
+
 def test_two_shards_answer_as_the_whole_model_does() -> None:
     source = find_shape("llama-tiny")
     whole = load_model(source, SETTINGS)
