@@ -93,6 +93,10 @@ class CudaRunner:
                 self._graph(size)
             self._queue.record().synchronize()
 
+    def drop_graphs(self) -> None:
+        """Let captured graphs go. No step may be in flight; the next one captures what it needs."""
+        self._graphs.clear()
+
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
         """See Runner."""

@@ -39,7 +39,7 @@ def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> 
 
 def make_shard_runner(
     loaded: LoadedModel, pool: Tensor, settings: EngineSettings, group: GroupSums
-) -> Runner:
+) -> CudaRunner:
     """The same for one shard of a model in a group. ConfigError in deterministic mode."""
     if settings.deterministic:
         raise ConfigError("deterministic mode runs on one device: leave tensor_parallel at 1")
@@ -60,7 +60,7 @@ def _cuda_runner(
     pool: Tensor,
     settings: EngineSettings,
     group: GroupSums | None = None,
-) -> Runner:
+) -> CudaRunner:
     # Here, because triton is imported there, which CPU builds of torch come without.
     from engine_adapter.engine.triton_passes import FlashInferPasses, TritonElementwise, TritonPasses
 

@@ -53,7 +53,7 @@ def join_group(shard: Shard, meeting_file: Path, device: torch.device) -> GroupS
 
 
 def leave_group() -> None:
-    """Ends it."""
+    """Ends it, when every process does. Graphs in which sums were captured must be gone: NCCL waits for that."""
     dist.destroy_process_group()
 
 

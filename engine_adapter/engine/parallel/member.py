@@ -7,10 +7,12 @@ It ends when that socket does. Its pages are its own memory, or what `MemberPage
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -196,7 +198,12 @@ def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPage
             runner.launch(step.chunks, step.tables)
         else:
             runner.prepare()
+    runner.drop_graphs()
+    overdue = threading.Timer(_STOP_S, os._exit, (1,))  # where the others were killed, NCCL waits for ever
+    overdue.daemon = True
+    overdue.start()
     leave_group()
+    overdue.cancel()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine_adapter.engine.cuda_runner import CudaRunner
 from engine_adapter.engine.device import compute_dtype, device_index
 from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.parallel.group import leave_group
@@ -38,15 +39,19 @@ class ParallelModel:
         self.members = members
         self._group = shard.group
         self._numbers_of = numbers_of
-        self._has_runner = False
+        self._own: CudaRunner | None = None
 
     def make_runner(self, loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
         """The runner of all shards. Once: each member has one, and they must all have done the same."""
-        if self._has_runner:
+        if self._own is not None:
             raise RuntimeError("the members have a runner already")
-        self._has_runner = True
-        own = make_shard_runner(loaded, pool, settings, self._group)
-        return ParallelRunner(own, self.members, self._numbers_of)
+        self._own = make_shard_runner(loaded, pool, settings, self._group)
+        return ParallelRunner(self._own, self.members, self._numbers_of)
+
+    def drop_graphs(self) -> None:
+        """Before the group is left: NCCL waits until no graph holds sums of it."""
+        if self._own is not None:
+            self._own.drop_graphs()
 
 
 class StartedModel(Generic[M]):
@@ -62,11 +67,13 @@ class StartedModel(Generic[M]):
         """All shards, loaded at the same time. `numbers_of`: what pages of this process are called in all of them."""
         plan = self._plan
         shard = load_shard(self._source, plan.settings, plan.shard, Path(plan.meeting_file))
+        model = ParallelModel(shard, self.members, numbers_of)
         try:
             for member in self.members:
                 member.await_ready()
-            yield ParallelModel(shard, self.members, numbers_of)
+            yield model
         finally:
+            model.drop_graphs()
             for member in self.members:
                 member.part()
             leave_group()  # while they leave it
