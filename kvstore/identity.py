@@ -35,6 +35,7 @@ __all__ = [
 
 KEY_BYTES = 32
 _ROOT = bytes(HASH_BYTES)
+_NO_HASHES: NDArray[np.uint64] = np.empty((0, 2), dtype="<u8")
 _MAX_PART_BYTES = 4096
 _MAX_TOKEN = 0xFFFFFFFF
 _NO_TOKEN = f"token ids are integers between 0 and {_MAX_TOKEN}"
@@ -132,20 +133,29 @@ class HashChain:
     __slots__ = ("_buffer", "_count", "_key", "_rest", "block_tokens")
 
     def __init__(
-        self, key: bytes, block_tokens: int, token_ids: Sequence[int] | NDArray[np.integer] = ()
+        self,
+        key: bytes,
+        block_tokens: int,
+        token_ids: Sequence[int] | NDArray[np.integer] = (),
+        *,
+        known: NDArray[np.uint64] | None = None,
     ) -> None:
+        """`known`: hashes of the first blocks of `token_ids`, [blocks, 2], which are then not computed."""
         if len(key) != KEY_BYTES:
             raise InvalidArgument(f"the key of a hash chain is {KEY_BYTES} bytes, not {len(key)}")
         self._key = key
         self.block_tokens = block_tokens
-        self._buffer = np.empty((16, 2), dtype="<u8")
-        self._count = 0
+        self._count = 0 if known is None else len(known)
+        self._buffer = np.empty((max(16, len(token_ids) // block_tokens + 1), 2), dtype="<u8")
+        self._buffer[: self._count] = _NO_HASHES if known is None else known
         self._rest = np.empty(0, dtype="<u4")
-        self.extend(token_ids)
+        self.extend(token_ids[self._count * block_tokens :] if self._count else token_ids)
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Appends tokens. O(new tokens), amortised."""
-        tokens = np.concatenate([self._rest, packed_tokens(token_ids)])
+        tokens = packed_tokens(token_ids)
+        if len(self._rest):
+            tokens = np.concatenate([self._rest, tokens])
         parent = self._buffer[self._count - 1].tobytes() if self._count else _ROOT
         new = hash_blocks(self._key, parent, tokens, self.block_tokens)
         needed = self._count + len(new)

@@ -30,6 +30,7 @@ from engine_adapter.engine.runners import make_runner
 from engine_adapter.engine.sampler import SamplingParams, sample
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from engine_adapter.engine.settings import EngineSettings
+from engine_adapter.engine.token_buffer import TokenBuffer
 from kvstore.errors import InvalidArgument
 from kvstore.faults import fault
 from kvstore.identity import packed_tokens
@@ -165,19 +166,19 @@ class Engine:
         pass the longest request is cut short there.
         """
         accepted_at = self._clock()
-        tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        packed = self._checked(tokens)
+        packed = self._checked(self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if request_id is None:
             request_id = RequestId(f"request-{next(self._numbers)}")
         if request_id in self._live:
             raise InvalidRequest(f"request {request_id!r} is running already")
         if self._scheduler.is_leaving(request_id):
             self._settle()
+        limit_tokens = min(len(packed) + params.max_new_tokens, self._max_tokens)
         request = Request(
             id=request_id,
-            tokens=tokens,
-            num_prompt=len(tokens),
-            limit_tokens=min(len(tokens) + params.max_new_tokens, self._max_tokens),
+            tokens=TokenBuffer(packed, limit_tokens),
+            num_prompt=len(packed),
+            limit_tokens=limit_tokens,
         )
         if not self._scheduler.add(request, packed):
             raise InvalidRequest("too many requests are waiting: try again later")
@@ -186,9 +187,9 @@ class Engine:
         )
         return request_id
 
-    def _checked(self, tokens: list[int]) -> NDArray[np.uint32]:
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.uint32]:
         """The prompt as an array: converted once, which takes 0.8 ms for 131,072 tokens."""
-        if not tokens:
+        if not len(tokens):
             raise InvalidRequest("the prompt is empty")
         if len(tokens) >= self._max_tokens:
             raise InvalidRequest(f"the prompt has {len(tokens)} tokens, at most {self._max_tokens - 1} fit")

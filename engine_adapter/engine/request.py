@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine_adapter.base import Admission, RequestId
+from engine_adapter.engine.token_buffer import TokenBuffer
 
 __all__ = ["UNKNOWN", "Chunk", "FinishReason", "Request"]
 
@@ -33,7 +34,7 @@ class Request:
     """
 
     id: RequestId
-    tokens: list[int]
+    tokens: list[int] | TokenBuffer
     num_prompt: int
     limit_tokens: int | None = None
     num_computed: int = 0
@@ -56,7 +57,7 @@ class Request:
 
     def forget_unknown(self) -> None:
         """Drop what is being chosen: the request ends without it."""
-        while self.tokens and self.tokens[-1] == UNKNOWN:
+        while len(self.tokens) and self.tokens[-1] == UNKNOWN:
             self.tokens.pop()
 
 
