@@ -180,7 +180,7 @@ def compare(rig: Rig, case: Case, found: list[Measured]) -> Compared:
 def _table_config(rig: Rig, case: Case) -> KernelConfig:
     shape = rig.shape
     if case.rows == 1:
-        return decode_config(shape.head_dim, shape.group, rig.block_tokens, 2)
+        return decode_config(shape.head_dim, shape.group, rig.block_tokens, 2, case.sequences)
     return prefill_config(shape.head_dim, shape.group, rig.block_tokens, 2, case.rows)
 
 

@@ -43,9 +43,10 @@ def random_query(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int)
     return wide[:, :heads]
 
 
-def run_decode(paged: Paged, query: Tensor) -> Tensor:
+def run_decode(paged: Paged, query: Tensor, spare: int = 5) -> Tensor:
+    """By a plan for `spare` sequences more: up to four have settings and a merge of their own."""
     count = len(paged.contexts)
-    plan = decode_plan(paged.pool, query.shape[1], count + 5)
+    plan = decode_plan(paged.pool, query.shape[1], count + spare)
     rows = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     contexts = torch.tensor(paged.contexts, dtype=torch.int32, device="cuda")
     out = poisoned(query)
@@ -85,10 +86,11 @@ def test_decode(block_tokens: int, head_dim: int, group: int) -> None:
     [[32768], [1], [32767, 5], [4096] * 32, [4000 + i for i in range(64)], [32768, *[100] * 20]],
     ids=["1x32k", "1x1", "32k+5", "32x4k", "64x4k", "32k+20x100"],
 )
-def test_decode_of_the_8b_shape(contexts: list[int]) -> None:
+@pytest.mark.parametrize("spare", [0, 5])
+def test_decode_of_the_8b_shape(contexts: list[int], spare: int) -> None:
     paged = make_paged(contexts, kv_heads=8, head_dim=128, block_tokens=32, dtype=BF16, seed=len(contexts))
     query = random_query(len(contexts), 32, 128, BF16, len(contexts))
-    assert_decoded(run_decode(paged, query), paged, query)
+    assert_decoded(run_decode(paged, query, spare), paged, query)
 
 
 @pytest.mark.parametrize("block_tokens", [128, 1024])

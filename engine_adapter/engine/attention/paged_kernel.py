@@ -18,8 +18,11 @@ from engine_adapter.engine.attention.work_plan import WorkPlan
 
 __all__ = ["attend"]
 
-_MERGE_ROWS = 4
-_MERGE_SPLITS = 16
+# Rows and splits that a program of the merge takes at once. A step of its loop took about 5 µs on an H200, and a few
+# sequences have many splits, so those are merged by more programs in fewer steps.
+_MERGE = (4, 16)
+_MERGE_OF_FEW = (1, 64)
+_FEW_SEQUENCES = 4
 
 
 def attend(query: Tensor, pool_layer: Tensor, block_tables: Tensor, out: Tensor, plan: WorkPlan) -> None:
@@ -58,7 +61,9 @@ def attend(query: Tensor, pool_layer: Tensor, block_tables: Tensor, out: Tensor,
     )
     if plan.splits:
         tile_rows = plan.tile_tokens * plan.group
-        _merge_kernel[(kv_heads, plan.max_items, triton.cdiv(tile_rows, _MERGE_ROWS))](
+        few = plan.tile_tokens == 1 and plan.max_sequences <= _FEW_SEQUENCES
+        rows, splits = _MERGE_OF_FEW if few else _MERGE
+        _merge_kernel[(kv_heads, plan.max_items, triton.cdiv(tile_rows, rows))](
             out,
             plan.partial,
             plan.lse,
@@ -68,8 +73,8 @@ def attend(query: Tensor, pool_layer: Tensor, block_tables: Tensor, out: Tensor,
             GROUP=plan.group,
             HEAD_DIM=head_dim,
             TILE_ROWS=tile_rows,
-            ROWS=_MERGE_ROWS,
-            SPLITS=_MERGE_SPLITS,
+            ROWS=rows,
+            SPLITS=splits,
             FIELDS=plan.items.shape[1],
             num_warps=4,
         )
@@ -179,9 +184,9 @@ def _attend_kernel(
     head = tl.program_id(0)
     item = tl.program_id(1)
     sequence = tl.load(items + item * FIELDS)
-    if sequence < 0:
-        return
     first_row, num_tokens, first_position, begin, end = _read_item(items + item * FIELDS)
+    if sequence < 0:  # after all loads, so that none waits for another
+        return
     index = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     token = tl.minimum(index // GROUP, num_tokens - 1)  # what stands in no row repeats the last
@@ -232,13 +237,11 @@ def _merge_kernel(
     """One program: `ROWS` rows of one tile and one KV head, over the splits that follow the tile's first item."""
     head = tl.program_id(0)
     item = tl.program_id(1)
-    if tl.load(items + item * FIELDS) < 0:
-        return
-    if tl.load(items + item * FIELDS + 4) > 0:  # not the first split
-        return
-    first_row = tl.load(items + item * FIELDS + 1).to(tl.int64)
-    num_tokens = tl.load(items + item * FIELDS + 2)
+    sequence = tl.load(items + item * FIELDS)
+    first_row, num_tokens, _, begin, _ = _read_item(items + item * FIELDS)
     num_splits = tl.load(items + item * FIELDS + 6)
+    if (sequence < 0) | (begin > 0):  # begin > 0: not the first split
+        return
 
     index = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
@@ -252,14 +255,14 @@ def _merge_kernel(
         places = slot[None, :] + split[:, None] * (KV_HEADS * TILE_ROWS)  # [SPLITS, ROWS]
         there = (split < num_splits)[:, None] & is_row[None, :]
         scores = tl.load(lse + places, mask=there, other=float("-inf"))
+        parts = tl.load(
+            partial + places[:, :, None] * HEAD_DIM + dims[None, None, :], mask=there[:, :, None], other=0.0
+        )
         new_top = tl.maximum(top, tl.max(scores, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[None, :])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 0)
-        parts = tl.load(
-            partial + places[:, :, None] * HEAD_DIM + dims[None, None, :], mask=there[:, :, None], other=0.0
-        )
         mixed = mixed * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
         top = new_top
     safe = tl.where(total > 0, total, 1.0)

@@ -153,7 +153,15 @@ def _rope_write_kernel(
     head = tl.program_id(1)
     HEAD_DIM: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
+    dims = tl.arange(0, HEAD_DIM)
+    # What is written is loaded first too: in a small batch this kernel's time is that of loads one after the other.
     position = tl.load(positions + row)
+    sequence = tl.load(seq_of_row + row)
+    one = key + row * key_stride + head * HEAD_DIM + half[None, :]
+    low = tl.load(one).to(tl.float32)
+    high = tl.load(one + HALF).to(tl.float32)
+    stored = pool.dtype.element_ty
+    v = tl.load(value + row * value_stride + head * HEAD_DIM + dims).to(stored)
     c = tl.load(cos + position.to(tl.int64) * HALF + half).to(tl.float32)
     s = tl.load(sin + position.to(tl.int64) * HALF + half).to(tl.float32)
     member = tl.arange(0, GROUP_PADDED)
@@ -167,21 +175,14 @@ def _rope_write_kernel(
     tl.store(at, (first * c[None, :] - second * s[None, :]).to(dtype), mask=inside)
     tl.store(at + HALF, (second * c[None, :] + first * s[None, :]).to(dtype), mask=inside)
 
-    sequence = tl.load(seq_of_row + row)
     if sequence < 0:
         return
-    one = key + row * key_stride + head * HEAD_DIM + half[None, :]
-    low = tl.load(one).to(tl.float32)
-    high = tl.load(one + HALF).to(tl.float32)
     if NORMS:
         low, high = _norm_heads(low, high, key_norm, norm_eps, HALF)
     table = block_tables + sequence.to(tl.int64) * table_stride
     target = pool + _page_place(table, position, head, page_stride, HEAD_DIM, BLOCK_TOKENS)
-    stored = pool.dtype.element_ty
     tl.store(target + half[None, :], (low * c[None, :] - high * s[None, :]).to(stored))
     tl.store(target + HALF + half[None, :], (high * c[None, :] + low * s[None, :]).to(stored))
-    dims = tl.arange(0, HEAD_DIM)
-    v = tl.load(value + row * value_stride + head * HEAD_DIM + dims).to(stored)
     tl.store(target + KV_HEADS * BLOCK_TOKENS * HEAD_DIM + dims, v)
 
 

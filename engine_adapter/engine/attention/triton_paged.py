@@ -55,7 +55,8 @@ def decode_plan(
     One plan serves passes of fewer sequences too, at the price of some programs that end at once.
     """
     kv_heads, block_tokens, head_dim = pool.shape[3:]
-    config = config or decode_config(head_dim, num_heads // kv_heads, block_tokens, pool.itemsize)
+    group = num_heads // kv_heads
+    config = config or decode_config(head_dim, group, block_tokens, pool.itemsize, max_sequences)
     return WorkPlan(
         config,
         pool,

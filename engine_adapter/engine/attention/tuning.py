@@ -24,12 +24,23 @@ class KernelConfig:
     waves: int
 
 
+# Only head_dim 128 with 4 query heads a KV head and blocks of 32 tokens has been swept
+# (bench/results/h200/attention.json); other shapes have the defaults.
+_SWEPT = (128, 4, 32)  # head_dim, query heads a KV head, block_tokens
+
 _DECODE_DEFAULT = KernelConfig(tile_rows=16, tile_keys=64, num_warps=4, num_stages=3, waves=8)
-# (head_dim, query heads a KV head, block_tokens)
-_DECODE: dict[tuple[int, int, int], KernelConfig] = {}
+_DECODE = {_SWEPT: KernelConfig(tile_rows=16, tile_keys=32, num_warps=2, num_stages=2, waves=4)}
+
+# So few sequences have so many splits that merging them costs as much as walking the keys: fewer waves were faster with
+# every setting.
+_FEW_SEQUENCES = 4
+_FEW_WAVES = 2
+_FEW: dict[tuple[int, int, int], KernelConfig] = {
+    _SWEPT: KernelConfig(tile_rows=16, tile_keys=32, num_warps=2, num_stages=3, waves=_FEW_WAVES)
+}
 
 _LONG_DEFAULT = KernelConfig(tile_rows=128, tile_keys=128, num_warps=8, num_stages=3, waves=2)
-_LONG: dict[tuple[int, int, int], KernelConfig] = {}
+_LONG = {_SWEPT: KernelConfig(tile_rows=128, tile_keys=64, num_warps=8, num_stages=3, waves=2)}
 
 # Up to so many rows a tile of 128 would be half empty.
 _SHORT_ROWS = 64
@@ -42,11 +53,19 @@ _WIDE_KEY_BYTES = 256
 _WIDE_DEFAULT = KernelConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=2, waves=4)
 
 
-def decode_config(head_dim: int, group: int, block_tokens: int, itemsize: int) -> KernelConfig:
-    """For one row a sequence; `group` is query heads a KV head, `itemsize` bytes an element."""
-    config = _DECODE.get((head_dim, group, block_tokens), _DECODE_DEFAULT)
+def decode_config(
+    head_dim: int, group: int, block_tokens: int, itemsize: int, num_sequences: int
+) -> KernelConfig:
+    """For one row a sequence, of up to `num_sequences`.
+
+    `group` is query heads a KV head, `itemsize` bytes an element.
+    """
+    key = (head_dim, group, block_tokens)
+    config = _DECODE.get(key, _DECODE_DEFAULT)
     if head_dim * itemsize > _WIDE_KEY_BYTES:
         config = _WIDE_DEFAULT
+    elif num_sequences <= _FEW_SEQUENCES:
+        config = _FEW.get(key, replace(_DECODE_DEFAULT, waves=_FEW_WAVES))
     return replace(config, tile_rows=_tile_rows(16, group))
 
 

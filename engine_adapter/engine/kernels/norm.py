@@ -67,11 +67,14 @@ def _rms_norm_kernel(
     column = tl.arange(0, PADDED)
     inside = column < SIZE
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(
+        tl.float32
+    )  # before the sum, which it need not wait for
     if ADDS:
         at = residual + row * residual_stride + column
         added = (values + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(at, added, mask=inside)
         values = added.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    scaled = values * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = values * factor * scale
     tl.store(out + row * out_stride + column, scaled.to(out.dtype.element_ty), mask=inside)

@@ -22,6 +22,8 @@ def check(config: KernelConfig, head_dim: int, group: int, itemsize: int) -> Non
 
 @pytest.mark.parametrize("head_dim, group, block_tokens, itemsize", SHAPES)
 def test_settings_fit(head_dim: int, group: int, block_tokens: int, itemsize: int) -> None:
-    check(decode_config(head_dim, group, block_tokens, itemsize), head_dim, group, itemsize)
+    for sequences in (1, 4, 5, 256):
+        config = decode_config(head_dim, group, block_tokens, itemsize, sequences)
+        check(config, head_dim, group, itemsize)
     for tokens in (2, 16, 500, 8192):
         check(prefill_config(head_dim, group, block_tokens, itemsize, tokens), head_dim, group, itemsize)

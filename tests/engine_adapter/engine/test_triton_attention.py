@@ -90,6 +90,26 @@ def test_decode_over_static_tensors_takes_any_contexts_and_padding() -> None:
                 assert (out[i] == 0).all()
 
 
+@pytest.mark.parametrize("max_sequences", [1, 5], ids=["few", "many"])
+def test_more_splits_than_a_step_of_the_merge_takes(max_sequences: int) -> None:
+    from engine_adapter.engine.attention.triton_paged import decode, decode_plan
+    from engine_adapter.engine.attention.tuning import KernelConfig
+
+    tokens, pages = 1100, 69
+    pool = make_pool(pages)
+    kv = torch.randn(2, tokens, KV_HEADS, DIM, generator=torch.Generator().manual_seed(8))
+    for position in range(tokens):
+        pool[position // BLOCK_TOKENS, 1, :, :, position % BLOCK_TOKENS] = kv[:, position]
+    config = KernelConfig(tile_rows=16, tile_keys=BLOCK_TOKENS, num_warps=1, num_stages=1, waves=20)
+    plan = decode_plan(pool, HEADS, max_sequences, config)
+    plan.update(ints([0, 1]), ints([tokens]))
+    assert int((plan.items[:, 0] >= 0).sum()) == pages
+    query = torch.randn(1, HEADS, DIM)
+    out = torch.full_like(query, float("nan"))
+    decode(query, pool[:, 1], torch.arange(pages, dtype=torch.int32)[None], out, plan)
+    torch.testing.assert_close(out, naive(query, kv[0], kv[1]), atol=1e-5, rtol=1e-5)
+
+
 def test_offsets_have_64_bits(tmp_path: Path) -> None:
     """Pages that lie 16 GiB into the pool, of which only those are ever touched: it is a sparse file."""
     from engine_adapter.engine.attention.triton_paged import TritonAttention
