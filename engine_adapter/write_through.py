@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,8 +75,8 @@ class WriteThrough(Listener):
         with self._lock:
             self._backlog.append(_Waiting(run, time.monotonic()))
             self._backlog_blocks += len(run)
-        self._shed(lambda _: self._backlog_blocks > self._max_backlog_blocks)
         self._pump()
+        self._trim()
 
     @property
     def backlog_blocks(self) -> int:
@@ -92,17 +91,34 @@ class WriteThrough(Listener):
     def shed(self, older_than_s: float) -> None:
         """Lets go of what has waited longer than that: its pages are wanted, and no room comes."""
         until = time.monotonic() - older_than_s
-        self._shed(lambda oldest: oldest.since < until)
+        with self._lock:
+            old = sum(len(waiting.run) for waiting in self._backlog if waiting.since < until)
+            shed = self._take(old)
+        self._let_go(shed)
 
-    def _shed(self, wanted: Callable[[_Waiting], bool]) -> None:
-        while True:
-            with self._lock:
-                if not self._backlog or not wanted(self._backlog[0]):
-                    return
-                oldest = self._backlog.popleft().run
-                self._backlog_blocks -= len(oldest)
-            self._note_dropped(len(oldest))
-            self._session.step(dropped_hbm=oldest.slots)
+    def _trim(self) -> None:
+        """Lets go of what is over the bound, and of no more."""
+        with self._lock:
+            shed = self._take(self._backlog_blocks - self._max_backlog_blocks)
+        self._let_go(shed)
+
+    def _take(self, blocks: int) -> list[SlotRun]:
+        """So many blocks out of the backlog: the oldest runs, and of the last of them its tail. The lock is held."""
+        taken: list[SlotRun] = []
+        while blocks > 0:
+            waiting = self._backlog.popleft()
+            kept = max(0, len(waiting.run) - blocks)
+            taken.append(waiting.run.part(kept, len(waiting.run)))
+            if kept:
+                self._backlog.appendleft(_Waiting(waiting.run.part(0, kept), waiting.since))
+            self._backlog_blocks -= len(taken[-1])
+            blocks -= len(taken[-1])
+        return taken
+
+    def _let_go(self, runs: list[SlotRun]) -> None:
+        for run in runs:
+            self._note_dropped(len(run))
+            self._session.step(dropped_hbm=run.slots)
 
     def _note_dropped(self, blocks: int) -> None:
         """Says now and then that blocks stay in HBM alone: they go with their device."""
@@ -147,11 +163,11 @@ class WriteThrough(Listener):
                 return None
             self._backlog.popleft()
             if count < len(run):
-                rest = SlotRun(slots=run.slots[count:], generations=run.generations[count:])
+                rest = run.part(count, len(run))
                 self._backlog.appendleft(_Waiting(rest, waiting.since))
             self._backlog_blocks -= count
             self._copying_blocks += count
-            return SlotRun(slots=run.slots[:count], generations=run.generations[:count]), room
+            return run.part(0, count), room
 
     def _ended(self, blocks: int) -> None:
         with self._lock:

@@ -29,6 +29,10 @@ class SlotRun:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def part(self, begin: int, end: int) -> SlotRun:
+        """The slots [begin, end), shared."""
+        return SlotRun(slots=self.slots[begin:end], generations=self.generations[begin:end])
+
 
 class HeldSlots:
     """Slots of one tier that the session holds.
