@@ -30,6 +30,8 @@ from kvstore.errors import KvstoreError
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.engine_adapter.test_launch_kills import is_ready, service
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 WAIT_S = 90.0
 PROMPT = [(7 * index + index // 50) % 500 for index in range(700)]
 CACHED = (len(PROMPT) - 1) // 32 * 32
@@ -203,6 +205,7 @@ def shards_outlive_their_processes(folder: Path, store: Path, *how: str) -> None
         assert after.cached_by_tier == {"hbm": CACHED}
         second.kill()
     assert release(store) > 0
+    assert shards_kept(store) == []
     with worker(folder, store, *how) as third:
         down = third.ask()
     assert down.cached_by_tier == {"dram": CACHED}
@@ -224,20 +227,34 @@ def test_a_shard_that_is_not_what_it_was_is_not_used(folder: Path, shard: int) -
             cold = first.ask()
             until_saved(store)
             first.kill()
-        with connect(store) as client:
-            spoil(client.describe().pid, shard)
+        spoil(store, shard)
         with worker(folder, store) as second:
             again = second.ask()
     assert again.cached_by_tier == {"dram": CACHED}
     assert again.token_ids == cold.token_ids
 
 
-def spoil(daemon: int, shard: int) -> None:
+def shards_kept(store: Path) -> list[Path]:
+    """Descriptors of a twin's HBM that daemon and keeper have, the daemon's first."""
+    with connect(store) as client:
+        told = client.describe()
+    fds = [fd for pid in (told.pid, told.keeper_pid) for fd in sorted(Path(f"/proc/{pid}/fd").iterdir())]
+    return [fd for fd in fds if target(fd).startswith("/memfd:kvstore-hbm")]
+
+
+def target(fd: Path) -> str:
+    """What a descriptor is of; nothing where it was closed meanwhile."""
+    try:
+        return os.readlink(fd)
+    except FileNotFoundError:
+        return ""
+
+
+def spoil(store: Path, shard: int) -> None:
     """Changes a byte of each page of one shard, in memory that nobody maps."""
-    folder = Path(f"/proc/{daemon}/fd")
-    found = [fd for fd in folder.iterdir() if os.readlink(fd).startswith("/memfd:kvstore-hbm")]
-    assert len(found) == 2
-    with sorted(found)[shard].open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    kept = shards_kept(store)
+    assert len(kept) == 4, "two shards, each in the daemon and in the keeper"
+    with kept[shard].open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[100::4096] = bytes(byte ^ 1 for byte in memory[100::4096])
 
 
