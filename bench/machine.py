@@ -27,6 +27,8 @@ _PACKAGES = (
     "xxhash",
 )
 _ROOT = Path(__file__).resolve().parent.parent
+_ARCHIVED = Path(__file__).with_name("commit.txt")
+_COMMIT_DIGITS = 12
 _DEADLINE_S = 10
 
 
@@ -44,7 +46,7 @@ class Machine:
     gpu: str
     """Names of the GPUs and the driver's version; empty without any."""
     commit: str
-    """Of this source, with "+" behind it where files differed from it."""
+    """Of this source, with "+" behind it where files differed from it, which is not known of an archive."""
     taken: str
     """When, ISO 8601, UTC."""
 
@@ -86,9 +88,20 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Empty where this is no git checkout, or git is not there."""
-    head = _git("rev-parse", "--short=12", "HEAD")
-    return f"{head}+" if head and _git("status", "--porcelain", "--untracked-files=no") else head
+    """Empty where this is neither a git checkout nor what `git archive` wrote of one."""
+    head = _git("rev-parse", f"--short={_COMMIT_DIGITS}", "HEAD")
+    if not head:
+        return _archived_commit(_ARCHIVED)
+    return f"{head}+" if _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def _archived_commit(file: Path) -> str:
+    """What `git archive` wrote into `file`; empty where it wrote nothing."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    return "" if "$" in text else text[:_COMMIT_DIGITS]
 
 
 def _git(*arguments: str) -> str:

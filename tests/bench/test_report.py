@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bench import machine as machine_module
 from bench.machine import describe, document
 from bench.report import Figure, comparison, read_baseline, write_result
 
@@ -66,11 +68,33 @@ def test_the_machine_names_its_commit() -> None:
     assert commit == "" or (len(commit) == 12 and int(commit, 16) >= 0)
 
 
+def test_an_archive_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device runs had no git and stored results without a commit."""
+    root = Path(__file__).resolve().parents[2]
+    assert machine_module._archived_commit(root / "bench" / "commit.txt") == "", (
+        "a checkout has the placeholder"
+    )
+    assert machine_module._archived_commit(tmp_path / "none") == ""
+    head = machine_module._git("rev-parse", "HEAD")
+    if not head:
+        pytest.skip("no git checkout to archive")
+    packed = tmp_path / "archive.tar"
+    subprocess.run(
+        ["git", "-C", root, "archive", "-o", packed, "HEAD", ".gitattributes", "bench/commit.txt"], check=True
+    )
+    subprocess.run(["tar", "-xf", packed, "-C", tmp_path], check=True)
+    monkeypatch.setattr(machine_module, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine_module, "_ARCHIVED", tmp_path / "bench" / "commit.txt")
+    assert describe().commit == head[:12]
+
+
 def test_every_stored_baseline_says_where_it_was_taken() -> None:
     """A figure without its machine is worth nothing."""
     folder = Path(__file__).resolve().parents[2] / "bench" / "results"
-    for path in folder.glob("*.json"):
-        found = read_baseline(path.stem, folder)
+    paths = list(folder.rglob("*.json"))
+    assert len(paths) > 3
+    for path in paths:
+        found = read_baseline(path.stem, path.parent)
         assert set(found) == {"machine", "results"}, path.name
         machine = found["machine"]
         assert isinstance(machine, dict)
