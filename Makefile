@@ -49,8 +49,8 @@ $(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
 	$(BIN)/python proto/generate.py
 	@touch $@
 
-$(COMPILED): native/hash_chain.c native/build.py | $(STAMP)
-	$(BIN)/python native/build.py
+$(COMPILED): kvstore/native/hash_chain.c kvstore/native/build.py | $(STAMP)
+	$(BIN)/python kvstore/native/build.py
 	@touch $@
 
 proto: $(GENERATED)  ## Generate kvstore/wire/v1 from proto/

@@ -19,7 +19,7 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         subprocess.run([sys.executable, str(root / "proto" / "generate.py")], check=True)
         if self.target_name != "wheel":
             return
-        problem = runpy.run_path(str(root / "native" / "build.py"))["build"]()
+        problem = runpy.run_path(str(root / "kvstore" / "native" / "build.py"))["build"]()
         if problem is not None:
             self.app.display_warning(f"hashing stays in Python: {problem}")
         elif version == "standard":

@@ -1,4 +1,4 @@
-"""The hash chain over packed blocks: compiled from native/hash_chain.c, or its twin in Python. Pure.
+"""The hash chain over packed blocks: compiled from kvstore/native/hash_chain.c, or its twin in Python. Pure.
 
 Both give the same bytes: BLAKE2b-128 keyed with `key` over the hash before ‖ the block. For 4,096 blocks of 32 tokens
 the compiled one takes about 1.4 ms, the twin 3-7 ms (`python -m bench.micro -k hash`).

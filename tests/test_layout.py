@@ -21,7 +21,7 @@ GENERATED = "kvstore.wire.v1"
 SHELL = {"kvstore.faults", "kvstore.keeper", "kvstore.mover", "kvstore.mover_link"}
 # What the core may know of outside: the packed records of the wire, and the contract of its policies.
 BESIDE_CORE = {"kvstore.wire.packed", "eviction.base"}
-# Not Python: compiled from native/, absent without a C compiler.
+# Not Python: compiled from kvstore/native/, absent without a C compiler.
 COMPILED = {"kvstore._hash_chain"}
 IMPURE = {"asyncio", "grpc", "os", "socket", "subprocess", "threading", "time", "torch"}
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}

@@ -118,7 +118,7 @@ def test_without_the_compiled_one_python_is_used() -> None:
 
 def test_no_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old build would be of another source than the one that lies there."""
-    build = runpy.run_path(str(ROOT / "native" / "build.py"))["build"]
+    build = runpy.run_path(str(ROOT / "kvstore" / "native" / "build.py"))["build"]
     target = tmp_path / "_hash_chain.abi3.so"
     target.write_bytes(b"old")
     monkeypatch.setenv("CC", "no-such-compiler")

@@ -196,7 +196,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "kvstore._hash_chain",
-    .m_doc = "The hash chain, compiled from native/hash_chain.c.",
+    .m_doc = "The hash chain, compiled from kvstore/native/hash_chain.c.",
     .m_methods = methods,
     .m_slots = slots,
 };

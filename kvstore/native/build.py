@@ -1,6 +1,6 @@
-"""Compiles native/hash_chain.c into kvstore/_hash_chain.abi3.so, where a C compiler and Python's headers are.
+"""Compiles kvstore/native/hash_chain.c into kvstore/_hash_chain.abi3.so, where a C compiler and Python's headers are.
 
-    python native/build.py
+    python kvstore/native/build.py
 
 The build hook and `make setup` both run this file. Without a compiler, or where it fails, it says so in one line and
 leaves nothing: kvstore then hashes in Python. What comes out is ignored by git.
@@ -17,8 +17,10 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "native" / "hash_chain.c"
+__all__ = ["build"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "kvstore" / "native" / "hash_chain.c"
 TARGET = ROOT / "kvstore" / "_hash_chain.abi3.so"
 
 _FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
