@@ -14,7 +14,7 @@ from engine_adapter.copy_plan import Pieces, portions, ranges, runs, shares, spl
 from engine_adapter.copy_routes import Route
 from engine_adapter.pinned_host import PinnedHost
 
-__all__ = ["CopyLimits", "Planner", "Portion"]
+__all__ = ["CopyLimits", "Planner", "Portion", "host_side"]
 
 U64 = NDArray[np.uint64]
 
@@ -52,6 +52,11 @@ class Portion:
         return ((lane, part) for lane, part in zip(self.lanes, parts, strict=True) if len(part))
 
 
+def host_side(batch: CopyBatch) -> U64:
+    """[n] the addresses of a batch's blocks in host memory."""
+    return batch.sources if batch.direction is Direction.LOAD else batch.targets
+
+
 class Planner:
     """Of one direction. Any thread."""
 
@@ -72,6 +77,7 @@ class Planner:
         limits, count = self._limits, len(batch.sources)
         if not count:
             yield Portion(lanes=self._lanes.large, pieces=Pieces.none(), left_bytes=0, last=True)
+        host = host_side(batch)
         for part in ranges(
             count,
             batch.nbytes,
@@ -80,6 +86,7 @@ class Planner:
             max_blocks=limits.portion_copies,
         ):
             left = count - part.stop
+            self._host.pin(host[part.start : part.stop])  # waits: on the thread that issues
             planned = list(self._planned(batch, part))
             for place, (lanes, pieces) in enumerate(planned, 1):
                 last = not left and place == len(planned)

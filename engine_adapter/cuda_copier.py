@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
 from engine_adapter.copy_kernel import CopyKernel
 from engine_adapter.copy_lanes import Lanes, MakesKernel
-from engine_adapter.copy_portions import CopyLimits, Planner, Portion
+from engine_adapter.copy_portions import CopyLimits, Planner, Portion, host_side
 from engine_adapter.copy_routes import DEFAULT_ROUTES, Route
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder, Waiting
 from engine_adapter.pinned_host import PinnedHost
@@ -59,12 +59,16 @@ class CudaCopier:
         )
 
     def register(self, address: int, nbytes: int) -> None:
-        """Host memory was mapped that copies will touch: pins it. Also after `close`."""
+        """Host memory was mapped that copies will touch: it is pinned ahead of them, or by the first of them."""
         self._host.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
         """Host memory is about to be unmapped. Also after `close`."""
         self._host.unregister(address)
+
+    def pin_ahead(self) -> None:
+        """Has all registered memory pinned by a thread of its own. Without it, the first copy has that begin."""
+        self._host.pin_ahead()
 
     def submit(self, batch: CopyBatch) -> bool:
         """See Copier. Raises: Unavailable once the device has failed; the engine cannot go on then either."""
@@ -81,6 +85,7 @@ class CudaCopier:
             way.finish()
         for way in self._ways:
             way.close(deadline)
+        self._host.close()
 
     def stats(self) -> CopierStats:
         """Counters now."""
@@ -150,6 +155,8 @@ class _Way:
     def submit(self, batch: CopyBatch) -> bool:
         """See Copier."""
         count = len(batch.sources)
+        # Pinning takes milliseconds an extent: the issuing thread's business, never the caller's.
+        unpinned = self._host.pending(host_side(batch))
         with self._work:
             if self._failure is not None:
                 raise Unavailable(f"the device cannot copy any more: {self._failure}")
@@ -158,7 +165,7 @@ class _Way:
             ):
                 return False
             self.waiting_blocks += count
-            idle = not (self._queue or self._claimed or self._begun or self._flights)
+            idle = not (unpinned or self._queue or self._claimed or self._begun or self._flights)
             if idle:
                 self._claimed = True
             else:

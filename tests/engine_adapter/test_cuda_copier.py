@@ -15,11 +15,9 @@ from engine_adapter.copy_kernel import KernelShape
 from engine_adapter.copy_portions import CopyLimits
 from engine_adapter.copy_routes import Lane, Route
 from engine_adapter.cuda_copier import CudaCopier
-from engine_adapter.pinned_host import PinnedHost
-from kvstore.errors import KvstoreError, MissingExtra, Unavailable
+from kvstore.errors import MissingExtra, Unavailable
 from tests.engine_adapter.copier_rigs import (
     KERNEL,
-    SEEN_AT,
     Blocks,
     FakeDriver,
     FakeKernel,
@@ -348,32 +346,3 @@ def test_without_a_compiler_small_blocks_take_the_copy_engines(caplog: pytest.Lo
     assert (target.read() == blocks).all()
     assert "need cuda-bindings" in caplog.text
     copier.close()
-
-
-def test_pinned_ranges_come_and_go() -> None:
-    driver = FakeDriver()
-    host = PinnedHost(driver)  # type: ignore[arg-type]
-    host.register(0x20000, 0x1000)
-    host.register(0x10000, 0x2000)
-    inside = np.asarray([0x10000, 0x11FFF, 0x20FFF], dtype=np.uint64)
-    seen = host.seen_by_kernels(inside)
-    assert seen is not None
-    assert (seen == inside + np.uint64(SEEN_AT)).all()
-    assert host.starts.tolist() == [0x10000, 0x20000]
-    for outside in (0xFFFF, 0x12000, 0x21000):
-        assert host.seen_by_kernels(np.asarray([0x10000, outside], dtype=np.uint64)) is None
-    host.unregister(0x10000)
-    host.unregister(0x30000)
-    assert host.seen_by_kernels(inside) is None
-    assert driver.pinned == {0x20000: 0x1000}
-
-
-def test_memory_that_cannot_be_pinned_is_only_slow(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing(FakeDriver):
-        def register(self, address: int, nbytes: int) -> int:
-            raise KvstoreError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
-
-    host = PinnedHost(Refusing())  # type: ignore[arg-type]
-    host.register(0x10000, 0x1000)
-    host.unregister(0x10000)
-    assert "copies will be slow" in caplog.text
