@@ -41,7 +41,7 @@ U32 = NDArray[np.uint32]
 
 
 class Namespace:
-    """All that makes KV interchangeable, opened in one session. `handle` may change when a session is renewed."""
+    """All that makes KV interchangeable, opened in one session; handle and key may change when a session is renewed."""
 
     __slots__ = ("_known", "block_tokens", "handle", "key", "parts")
 
@@ -51,6 +51,13 @@ class Namespace:
         self.handle = handle
         self.key = key
         self._known = KnownChains(block_tokens)
+
+    def reopened(self, handle: int, key: bytes) -> None:
+        """What the daemon calls it now. Another key: everything was lost, the tenant's secret too; chains begin anew."""
+        self.handle = handle
+        if key != self.key:
+            self.key = key
+            self._known = KnownChains(self.block_tokens)
 
     def chain(self, token_ids: Sequence[int] | NDArray[np.integer] = ()) -> HashChain:
         """The hash chain of a prompt in this namespace; it can be extended. What a recent one had too is not hashed."""
@@ -286,7 +293,8 @@ class Attachment:
         """Opens every namespace again: a restarted daemon does not know which ones this session may use."""
         with self._opening:
             for namespace in self._namespaces.values():
-                namespace.handle = self._open(namespace.parts).namespace
+                reply = self._open(namespace.parts)
+                namespace.reopened(reply.namespace, reply.key)
 
     def _detach(self) -> None:
         try:
