@@ -15,14 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from bench.asked import Answer, AskedWorker, spawn_asked
 from bench.lru_model import plain_lru_hits
 from bench.prompts import Schedule, document_lengths, visits
-from bench.service import serve_in
+from bench.service import disk_room, serve_in
 from bench.timing import percentile
 from engine_adapter.engine.device import compute_dtype, resolve_device
 from engine_adapter.engine.source import find_shape
@@ -120,15 +120,17 @@ CUDA = PressurePlan(
     visits_off=6,
     chunk_tokens=8192,
 )
+# Shorter documents, which take less computing: four cells should end in three minutes. DRAM is smaller than what all
+# of them need, so that the disk has something to do.
 CUDA_SHORT = PressurePlan(
     model="llama-3.2-1b",
     cells=tuple(Cell(ratio=2, schedule=Schedule.ROUND_ROBIN, tiers=tiers) for tiers in Tiers),
     hbm="8GiB",
-    dram="20GiB",
+    dram="12GiB",
     dram_extent="256MiB",
     disk="24GiB",
     shortest_tokens=32768,
-    longest_tokens=131072,
+    longest_tokens=65536,
     question_tokens=64,
     answer_tokens=32,
     visits=8,
@@ -172,6 +174,8 @@ class CellResult:
     hit_rate: float
     hit_rate_by_tier: Mapping[str, float]
     plain_lru_hit_rate: float
+    disk: str = ""
+    """Capacity of the disk tier, which may have less room than planned; empty where it is off."""
 
 
 def plan_for(device: str, *, short: bool) -> PressurePlan:
@@ -197,6 +201,8 @@ def measure_cell(
     total_tokens = cell.ratio * parse_size(plan.hbm) // slot_bytes * plan.block_tokens
     lengths = document_lengths(total_tokens, plan.shortest_tokens, plan.longest_tokens, seed=cell.ratio)
     off = cell.tiers is Tiers.OFF
+    if cell.tiers is Tiers.DISK:
+        plan = replace(plan, disk=disk_room(parent or Path(tempfile.gettempdir()), plan.disk))
     count = plan.visits_off if off else max(plan.visits, len(lengths))
     order = visits(cell.schedule, len(lengths), count, seed=cell.ratio)
     with _engine(plan, cell, name, slot_bytes, parent, worker or {}) as engine:
@@ -308,4 +314,5 @@ def _result(
         hit_rate=sum(by_tier.values()),
         hit_rate_by_tier=by_tier,
         plain_lru_hit_rate=lru_hits * plan.block_tokens / prompt_tokens,
+        disk=plan.disk if cell.tiers is Tiers.DISK else "",
     )

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import ConfigError, KvstoreError, Unavailable
+from kvstore.units import parse_size, write_size
 
-__all__ = ["Service", "check_daemon", "serve", "serve_in"]
+__all__ = ["Service", "check_daemon", "disk_room", "serve", "serve_in"]
 
 _READY_S = 60.0
 _STOP_S = 60.0
 _POLL_S = 0.02
+_LEFT_FREE_BYTES = 2 << 30
 _DAEMON_MODULES = ("grpc", "lmdb", "xxhash")
 
 
@@ -96,6 +98,12 @@ def serve_in(folder: Path, settings: Mapping[str, str]) -> Iterator[Service]:
         yield service
     finally:
         _stop(process)
+
+
+def disk_room(folder: Path, wanted: str) -> str:
+    """A capacity for a disk tier in `folder`: `wanted`, or what its disk has room for and a little less."""
+    free = shutil.disk_usage(folder).free - _LEFT_FREE_BYTES
+    return wanted if parse_size(wanted) <= free else write_size(max(64 << 20, free >> 28 << 28))
 
 
 def check_daemon() -> None:

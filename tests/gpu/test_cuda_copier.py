@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.copy import CopyPlan, measure
 from bench.copy_tune import candidates
 from engine_adapter.copier import CopyBatch, Direction
 from engine_adapter.copy_portions import CopyLimits
@@ -267,13 +266,6 @@ def test_a_kill_between_launch_and_completion_says_nothing(fault: str) -> None:
     )
     assert ended.stdout.split() == (["submits", "done"] if not fault else ["submits"]), ended.stderr
     assert ended.returncode == (-signal.SIGKILL if fault else 0), ended.stderr
-
-
-def test_large_blocks_keep_up_with_a_raw_copy() -> None:
-    """Loose, for a shared machine; `kvstore bench copy` demands 98 % and 92 %."""
-    plan = CopyPlan(block_bytes=(4 * MIB,), nbytes=1 * GIB, rounds=5, patterns=("scattered",))
-    ratios = {leg.way: leg.ratio for leg in measure(plan, lambda _: None).legs}
-    assert min(ratios.values()) >= 0.9, ratios
 
 
 def test_a_device_that_is_not_there_is_one_clear_line() -> None:
