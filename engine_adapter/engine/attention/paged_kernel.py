@@ -18,8 +18,8 @@ from engine_adapter.engine.attention.work_plan import WorkPlan
 
 __all__ = ["attend"]
 
-# Rows and splits that a program of the merge takes at once. A step of its loop took about 5 µs on an H200, and a few
-# sequences have many splits, so those are merged by more programs in fewer steps.
+# Rows and splits that a program of the merge takes at once. One sequence on an H200 took 5 µs more for each further 16
+# splits: a few sequences have many splits, so those are merged by more programs in fewer steps.
 _MERGE = (4, 16)
 _MERGE_OF_FEW = (1, 64)
 _FEW_SEQUENCES = 4
