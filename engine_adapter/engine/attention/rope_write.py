@@ -148,13 +148,12 @@ def _rope_write_kernel(
     BLOCK_TOKENS: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> None:
-    """One program: one row, one KV head and the query heads that share it."""
+    """One program: one row, one KV head and the query heads that share it. Loads come first."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HEAD_DIM: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
     dims = tl.arange(0, HEAD_DIM)
-    # What is written is loaded first too: in a small batch this kernel's time is that of loads one after the other.
     position = tl.load(positions + row)
     sequence = tl.load(seq_of_row + row)
     one = key + row * key_stride + head * HEAD_DIM + half[None, :]
@@ -174,7 +173,6 @@ def _rope_write_kernel(
     dtype = query.dtype.element_ty
     tl.store(at, (first * c[None, :] - second * s[None, :]).to(dtype), mask=inside)
     tl.store(at + HALF, (second * c[None, :] + first * s[None, :]).to(dtype), mask=inside)
-
     if sequence < 0:
         return
     if NORMS:
