@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from engine_adapter.engine.parallel.member import Member, MemberPlan
 from engine_adapter.group_link import (
     Copied,
     Copy,
@@ -25,24 +24,10 @@ from engine_adapter.group_link import (
 )
 from kvstore.errors import DeadlineExceeded, InvalidArgument, Unavailable
 
-__all__ = ["MemberGroup", "StoreMember"]
+__all__ = ["MemberGroup"]
 
 _START_S = 120.0
-
-
-class StoreMember(Member):
-    """A member whose pages the store keeps (`engine_adapter.member`). `link` is this end of its link."""
-
-    def __init__(self, plan: MemberPlan) -> None:
-        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            super().__init__(plan, "engine_adapter.member", [("--link", theirs)])
-
-    def close(self) -> None:
-        """See Member. After the session was given up: it ends with its link."""
-        self.link.shutdown(socket.SHUT_RDWR)
-        super().close()
-        self.link.close()
+_NEWS_S = 1.0
 
 
 class _Member:
@@ -105,6 +90,12 @@ class MemberGroup:
                 member.asked += 1
         self.tell(Map(pages=num_pages))
         self._wait(lambda member: member.mapped >= member.asked, "mapped its memory")
+
+    def check(self) -> None:
+        """See Group. What has failed may be known a moment before the end of the process that was its cause."""
+        with self._news:
+            self._news.wait_for(lambda: any(member.ended for member in self._members), _NEWS_S)
+        self._wait(lambda _: True, "")
 
     def tell(self, message: Join | Map | Copy) -> None:
         """Sends a message to each. Raises: Unavailable where one has gone."""

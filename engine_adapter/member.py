@@ -46,6 +46,7 @@ from kvstore.client.group import Shard
 from kvstore.client.member import MemberMemory
 from kvstore.client.memory import DramListener
 from kvstore.errors import InvalidArgument, KvstoreError, Unavailable
+from kvstore.faults import fault
 from tiers.base import Device
 
 __all__: list[str] = []
@@ -74,6 +75,7 @@ class _StoreMember:
             listener=listener,
         )
         self._send(Opened(uuid=self._device.uuid, identity=self._device.identity))
+        fault("member.opened")
 
     def pages(self, page_bytes: int) -> Pages:
         """This member's pages. Waits until it has joined."""
@@ -115,6 +117,7 @@ class _StoreMember:
             case Join():
                 token = bytes.fromhex(message.token)
                 self._memory.join(message.path, token, message.slot_bytes, message.device)
+                fault("member.joined")
                 self._joined.set()
             case Map():
                 self._memory.wait_pages(message.pages)

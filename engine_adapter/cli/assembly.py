@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,9 +70,32 @@ def share_the_cpu() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """An engine, and what is to be done once it is ready."""
+
+    engine: Engine
+    settle: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A block manager that may still be opening: `result` waits for it. `times` of its parts are known afterwards."""
+
+    result: Callable[[], BlockManager]
+    settle: Callable[[], None] = lambda: None
+    times: Callable[[], Mapping[str, float]] = dict
+
+
 @contextmanager
-def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator[Engine]:
+def open_engine(
+    options: EngineOptions,
+    tell: Callable[[str], None],
+    beside: Callable[[Mapping[str, float]], None] = lambda _: None,
+) -> Iterator[Engine]:
     """An engine that is ready for its first request; `tell` hears what is being done.
+
+    `beside` hears of the seconds of each part of attaching, which a thread does meanwhile.
 
     Raises ModelError for a model that cannot run, ConfigError for a device that is not there, and what connecting to
     the daemon raises.
@@ -80,35 +103,49 @@ def open_engine(options: EngineOptions, tell: Callable[[str], None]) -> Iterator
     source = model_source(options.worker)
     settings = engine_settings(options.worker, deterministic=options.deterministic)
     load = _one_device if options.worker.tensor_parallel == 1 else _several_devices
-    with load(options, source, settings, tell) as engine:
+    with load(options, source, settings, tell, beside) as loaded:
+        engine = loaded.engine
         if settings.device != "cpu":
             tell("capturing graphs")
             engine.prepare()
         tell("warming up")
         _warm_up(engine)
+        loaded.settle()
         yield engine
 
 
 @contextmanager
 def _one_device(
-    options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
-) -> Iterator[Engine]:
+    options: EngineOptions,
+    source: ModelSource,
+    settings: EngineSettings,
+    tell: Callable[[str], None],
+    beside: Callable[[Mapping[str, float]], None],
+) -> Iterator[_Loaded]:
     pages = _num_pages(options, source, settings)
     # The daemon may own more of the device than was asked for; a request must fit what was.
     settings = replace(settings, max_tokens=pages * options.worker.block_tokens)
-    with _block_manager(options, source, settings, pages) as blocks:
+    with _block_manager(options, source, settings, pages) as pending:
         tell("loading torch")
         from engine_adapter.engine.engine import Engine
         from engine_adapter.engine.loader import load_model
 
         tell("loading the weights")
-        yield Engine(load_model(source, settings), blocks, settings)
+        model = load_model(source, settings)
+        tell("attaching")
+        blocks = pending.result()
+        beside(pending.times())
+        yield _Loaded(engine=Engine(model, blocks, settings), settle=pending.settle)
 
 
 @contextmanager
 def _several_devices(
-    options: EngineOptions, source: ModelSource, settings: EngineSettings, tell: Callable[[str], None]
-) -> Iterator[Engine]:
+    options: EngineOptions,
+    source: ModelSource,
+    settings: EngineSettings,
+    tell: Callable[[str], None],
+    beside: Callable[[Mapping[str, float]], None],  # noqa: ARG001 (the members attach first, beside nothing)
+) -> Iterator[_Loaded]:
     """A shard of the model and of every page on each device, this process's own first."""
     worker = options.worker
     if options.deterministic:
@@ -125,7 +162,7 @@ def _several_devices(
     settings = replace(settings, max_tokens=pages * worker.block_tokens)
     run = _in_own_memory if options.store is None else _over_the_store
     with run(options, source, settings, pages, tell) as engine:
-        yield engine
+        yield _Loaded(engine=engine)
 
 
 @contextmanager
@@ -171,8 +208,9 @@ def _over_the_store(
     """The members map their HBM before anybody loads weights, and copy until the session has ended."""
     from engine_adapter.engine.engine import Engine
     from engine_adapter.engine.parallel.opening import start_parallel
-    from engine_adapter.group import MemberGroup, StoreMember
+    from engine_adapter.group import MemberGroup
     from engine_adapter.opening import open_block_manager
+    from engine_adapter.store_member import StoreMember
 
     worker = options.worker
     geometry = store_geometry(source, worker)
@@ -256,20 +294,21 @@ def _num_pages(options: EngineOptions, source: ModelSource, settings: EngineSett
 @contextmanager
 def _block_manager(
     options: EngineOptions, source: ModelSource, settings: EngineSettings, pages: int
-) -> Iterator[BlockManager]:
+) -> Iterator[_Pending]:
     """Pages: the store's, or this process's own where there is no cache."""
     geometry = store_geometry(source, options.worker)
     if options.store is None:
-        yield PlainBlockManager(
+        plain = PlainBlockManager(
             num_pages=pages,
             page_bytes=geometry.slot_bytes,
             block_tokens=geometry.block_tokens,
             device=settings.device,
         )
+        yield _Pending(result=lambda: plain)
         return
-    from engine_adapter.opening import open_block_manager
+    from engine_adapter.opening import StorePlan, begin_block_manager
 
-    with open_block_manager(
+    plan = StorePlan(
         socket=options.store,
         name=f"{source.path.stem} worker {os.getpid()}",
         geometry=geometry,
@@ -277,8 +316,9 @@ def _block_manager(
         hbm_bytes=pages * geometry.slot_bytes,
         device=settings.device,
         timeout_s=options.timeout_s,
-    ) as blocks:
-        yield blocks
+    )
+    with begin_block_manager(plan) as pending:
+        yield _Pending(result=pending.result, settle=pending.pin_ahead, times=lambda: pending.times)
 
 
 def _find_daemon(path: Path) -> None:

@@ -249,7 +249,12 @@ class Attachment:
                 self._reply.slot_bytes,
                 0 if self._spec is None else self._spec.index,
             )
-        memory = self._descriptors.open()
+        try:
+            memory = self._descriptors.open()
+        except KvstoreError:
+            if self._group is not None:
+                self._group.check()  # says it better
+            raise
         if self._group is not None:
             self._group.wait_joined(0 if memory.hbm is None else memory.hbm.num_pages)
         return memory

@@ -73,6 +73,10 @@ class Group(Protocol):
         """Returns when each of them has mapped that many pages. Raises: Unavailable where one has gone or cannot."""
         ...
 
+    def check(self) -> None:
+        """Something has failed that needs all of them. Raises: Unavailable where one has gone."""
+        ...
+
 
 def group_identity(identities: Sequence[str]) -> str:
     """What must be equal for shards that earlier processes left to be believed: all devices, in their order."""

@@ -18,6 +18,7 @@ from kvstore.client.device import DeviceSpec
 from kvstore.client.group import Shard
 from kvstore.client.memory import DramListener, HbmMemory
 from kvstore.errors import FailedPrecondition, KvstoreError, Unavailable
+from kvstore.faults import fault
 from kvstore.wire import descriptors as wire
 from tiers.base import Device, Sharing
 
@@ -181,6 +182,7 @@ class _MemberDescriptors(Descriptors):
     def _give(self, memory: MappedMemory, asked: wire.Wanted) -> None:
         assert memory.hbm is not None
         assert self._socket is not None
+        fault("member.asked")
         tier = memory.hbm.tier
         try:
             if asked.slot_bytes != memory.hbm.slot_bytes:

@@ -18,8 +18,10 @@ from tiers.base import Sharing
 
 __all__ = ["Gatherings"]
 
-_TIMEOUT_S = 60.0
-"""Processes of a group start together; each has to open its device first."""
+_PRESENT_S = 10.0
+"""Within which all processes of a group present themselves: each has opened its device before that."""
+_TIMEOUT_S = 30.0
+"""Within which each gives its shard: memory has to be made for it."""
 
 
 class _Gathering:
@@ -133,8 +135,14 @@ class Gatherings:
         self, session: Session, message: wire.NewHbm | wire.NewPlainHbm, gathering: _Gathering
     ) -> ExtentInfo:
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(_PRESENT_S):
                 await session.all_here.wait()
+        except TimeoutError:
+            raise FailedPrecondition(
+                f"not all {session.members} processes of the group have presented themselves"
+            ) from None
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
                 asked = wire.Wanted(nbytes=message.nbytes, slots=message.slots, slot_bytes=message.slot_bytes)
                 for member in range(1, session.members):
                     self._tell(session.id, member, asked)

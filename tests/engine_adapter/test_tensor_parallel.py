@@ -26,8 +26,9 @@ from engine_adapter.engine.sampler import SamplingParams
 from engine_adapter.jsonl import GenerateRequest, Result
 from kvstore.cli.settings import load_settings
 from kvstore.client import connect
-from kvstore.errors import KvstoreError
+from kvstore.errors import InvalidArgument, KvstoreError, Unavailable
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.engine_adapter.engine.tiny import save_folder
 from tests.engine_adapter.test_launch_kills import is_ready, service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -348,6 +349,37 @@ def until_ready(store: Path) -> None:
     while not is_ready(store):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_blocks_that_cannot_be_shared_are_refused(folder: Path) -> None:
+    """A part of a block is whole pages, so that it can be mapped and copied; and nobody is left behind."""
+    model = save_folder(folder / "model")  # 8 tokens of it are a page of 4 KiB
+    chosen = options(
+        folder / "k.sock", 2, load_format="auto", model=str(model), block_tokens="8", max_requests="4"
+    )
+    with (
+        service(folder),
+        pytest.raises(InvalidArgument, match="take larger blocks"),
+        open_engine(chosen, lambda _: None),
+    ):
+        pass
+    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip() == ""
+
+
+@pytest.mark.parametrize("point", ["member.opened", "member.asked", "member.joined"])
+def test_a_member_killed_at_its_start_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Wherever it is: before it joins, before it gives its shard, before anybody knows that it has."""
+    with service(folder) as store:
+        monkeypatch.setenv("KVSTORE_FAULT", f"{point}:kill")
+        with pytest.raises(Unavailable, match="process 1 of the model has "), engine(store, 2):
+            pass
+        monkeypatch.delenv("KVSTORE_FAULT")
+        with engine(store, 2) as again:
+            (answer,) = again.generate([PROMPT], SamplingParams(max_new_tokens=2, ignore_eos=True))
+        assert answer.stats.cached_tokens == 0
+        assert len(shards_kept(store)) == 4
 
 
 def test_a_daemon_that_is_not_there_is_named(folder: Path) -> None:

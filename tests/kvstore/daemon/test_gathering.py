@@ -159,6 +159,15 @@ async def test_the_next_extent_follows_one_that_failed() -> None:
     assert await asyncio.gather(again, rig.give(1)) == ["extent"] * 2
 
 
+async def test_a_process_that_never_came_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.daemon.gathering._PRESENT_S", 0.01)
+    rig = Rig()
+    rig.session.all_here.clear()
+    with pytest.raises(FailedPrecondition, match="not all 3 processes"):
+        await rig.give(0)
+    assert rig.closed()
+
+
 async def test_silence_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.daemon.gathering._TIMEOUT_S", 0.01)
     rig = Rig()
