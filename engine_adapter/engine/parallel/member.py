@@ -177,6 +177,10 @@ def read_plan(text: str) -> MemberPlan:
 
 def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPages) -> None:
     """Computes what comes over the connection until it ends."""
+    import torch
+
+    if plan.settings.device != "cpu":
+        torch.cuda.set_device(plan.settings.device)  # else what names no device takes memory of the first one
     from engine_adapter.engine.kv_pool import view_pages
     from engine_adapter.engine.parallel.group import leave_group
     from engine_adapter.engine.parallel.loading import load_shard
