@@ -1,9 +1,17 @@
-"""Opens a block manager over a running daemon, with what it needs around it, and closes it in the right order."""
+"""Opens a block manager over a running daemon, with what it needs around it, and closes it in the right order.
+
+Attaching (the device's context, the copy kernels, the daemon's answer, mapping DRAM and HBM) needs the driver and no
+torch, so a thread of its own does it while an engine imports torch and loads its weights.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine_adapter.adapter import KvstoreBlockManager
@@ -11,10 +19,65 @@ from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.group import MemberGroup
 from engine_adapter.group_copier import GroupCopier
-from kvstore.client import DramListener, connect
+from kvstore.client import Client, DramListener, Session, connect
 from kvstore.geometry import Geometry
 
-__all__ = ["open_block_manager"]
+__all__ = ["PendingBlockManager", "StorePlan", "begin_block_manager", "open_block_manager"]
+
+_LOG = logging.getLogger("kvstore.worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlan:
+    """What `open_block_manager` opens; there are its arguments."""
+
+    socket: str | Path | None
+    name: str
+    geometry: Geometry
+    parts: Mapping[str, bytes]
+    hbm_bytes: int
+    device: str = "cpu"
+    patience_s: float = 5.0
+    timeout_s: float = 5.0
+    group: MemberGroup | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    session: Session
+    copier: Copier
+    listener: DramListener | None
+    times: Mapping[str, float]
+
+
+class PendingBlockManager:
+    """A block manager whose session a thread attaches. One thread calls."""
+
+    def __init__(self, plan: StorePlan, opening: Future[_Opened]) -> None:
+        self._plan = plan
+        self._opening = opening
+        self._blocks: KvstoreBlockManager | None = None
+
+    def result(self) -> KvstoreBlockManager:
+        """Waits until the session is attached. Raises what attaching raised."""
+        if self._blocks is None:
+            opened, plan = self._opening.result(), self._plan
+            self._blocks = KvstoreBlockManager(
+                opened.session, plan.parts, opened.copier, patience_s=plan.patience_s
+            )
+        return self._blocks
+
+    def pin_ahead(self) -> None:
+        """Has DRAM pinned that no copy has needed so far. Call when the engine is ready. After `result`."""
+        from engine_adapter.cuda_copier import CudaCopier
+
+        if isinstance(listener := self._opening.result().listener, CudaCopier):
+            listener.pin_ahead()
+
+    @property
+    def times(self) -> Mapping[str, float]:
+        """Seconds of the parts of attaching. After `result`."""
+        return self._opening.result().times
 
 
 @contextmanager
@@ -36,22 +99,62 @@ def open_block_manager(
     `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). Raises: Unavailable where no daemon
     listens, and whatever else attaching raises. At the end copies finish before the session is given up.
     """
-    with connect(socket, timeout_s=timeout_s) as client:
-        copier, listener = _copier(device)
+    plan = StorePlan(
+        socket=socket,
+        name=name,
+        geometry=geometry,
+        parts=parts,
+        hbm_bytes=hbm_bytes,
+        device=device,
+        patience_s=patience_s,
+        timeout_s=timeout_s,
+        group=group,
+    )
+    with begin_block_manager(plan) as pending:
+        yield pending.result()
+
+
+@contextmanager
+def begin_block_manager(plan: StorePlan) -> Iterator[PendingBlockManager]:
+    """As `open_block_manager`, but the caller does something else until it needs the block manager.
+
+    What attaching raises, `result` raises. At the end attaching is waited for, and all is closed.
+    """
+    with (
+        connect(plan.socket, timeout_s=plan.timeout_s) as client,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstore-attach") as thread,
+    ):
+        opening = thread.submit(_attach, plan, client)
         try:
-            spec = device_spec(device, hbm_bytes)
-            session = client.attach(name, geometry, spec, listener=listener, group=group)
-        except BaseException:
-            copier.close(timeout_s)
-            raise
-        if group is not None:
-            copier = group_copier = GroupCopier(copier, group)
-            group.on_copied(group_copier.copied)
-        with session:
-            try:
-                yield KvstoreBlockManager(session, parts, copier, patience_s=patience_s)
-            finally:
-                copier.close(timeout_s)
+            yield PendingBlockManager(plan, opening)
+        finally:
+            if opening.exception() is None:
+                opened = opening.result()
+                with opened.session:
+                    opened.copier.close(plan.timeout_s)
+
+
+def _attach(plan: StorePlan, client: Client) -> _Opened:
+    began = time.monotonic()
+    copier, listener = _copier(plan.device)
+    opened_at = time.monotonic()
+    try:
+        spec = device_spec(plan.device, plan.hbm_bytes)
+        session = client.attach(plan.name, plan.geometry, spec, listener=listener, group=plan.group)
+    except BaseException:
+        copier.close(plan.timeout_s)
+        raise
+    attached_s, mapping = time.monotonic() - opened_at, session.tables.times.seconds
+    if plan.group is not None:
+        copier = group_copier = GroupCopier(copier, plan.group)
+        plan.group.on_copied(group_copier.copied)
+    times = {
+        "copier and context": opened_at - began,
+        "device and daemon": max(0.0, attached_s - sum(mapping.values())),
+        **mapping,
+    }
+    _LOG.info("attached: %s", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in times.items()))
+    return _Opened(session=session, copier=copier, listener=listener, times=times)
 
 
 def _copier(device: str) -> tuple[Copier, DramListener | None]:

@@ -131,6 +131,13 @@ class DeviceTier(Protocol):
         """
         ...
 
+    def adopt_all(self, extents: Sequence[tuple[int, int, int]]) -> None:
+        """As `adopt` for each (extent, fd, nbytes), one behind the other. Several are mapped at once where that pays.
+
+        Raises as `adopt`; then all descriptors are closed, and those that could be mapped are.
+        """
+        ...
+
     def offset(self, extent: int) -> int:
         """Bytes from `base` to the extent. Raises NotFound."""
         ...

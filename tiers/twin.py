@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.errors import NotFound
@@ -86,6 +87,16 @@ class TwinTier(MemfdTier):
     def adopt(self, extent: int, fd: int, nbytes: int) -> None:
         """See DeviceTier."""
         super().adopt(extent, self._memory_of(fd), nbytes)
+
+    def adopt_all(self, extents: Sequence[tuple[int, int, int]]) -> None:
+        """See DeviceTier."""
+        for place, (extent, fd, nbytes) in enumerate(extents):
+            try:
+                self.adopt(extent, fd, nbytes)
+            except BaseException:
+                for _, left, _ in extents[place + 1 :]:
+                    self.discard(left)
+                raise
 
     def offset(self, extent: int) -> int:
         """See DeviceTier."""

@@ -1,11 +1,13 @@
 """Which device an engine runs on, and in which dtype: resolves `auto`, and says in one line what is lacking.
 
-Imports torch only where the packages of the `cuda` extra are installed.
+Asks the driver, not torch, whose import takes seconds that others use meanwhile.
 """
 
 import importlib.util
 import re
+from pathlib import Path
 
+from engine_adapter.cuda_driver import cuda_devices
 from kvstore.errors import ConfigError
 
 __all__ = ["compute_dtype", "device_index", "device_name", "resolve_device"]
@@ -52,12 +54,19 @@ def _problem(index: int) -> str | None:
     missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
     if missing:
         return f"{', '.join(missing)} not installed (pip install 'kvstore[cuda]')"
-    import torch
+    if not _torch_has_cuda():
+        return "torch was built without CUDA"
+    count = cuda_devices()
+    if not count:
+        return "the driver shows no CUDA device"
+    return None if index < count else f"the driver shows {count} CUDA device(s)"
 
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    count = torch.cuda.device_count()
-    return None if index < count else f"torch sees {count} CUDA device(s)"
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch has its CUDA library, found without importing it."""
+    found = importlib.util.find_spec("torch")
+    folders = (found.submodule_search_locations or []) if found is not None else []
+    return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders)
 
 
 def _is_installed(module: str) -> bool:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from kvstore.client.device import DeviceSpec, hbm_slots, slots_per_extent
 from kvstore.client.group import WHOLE, Shard
-from kvstore.client.memory import DramListener, DramMemory, HbmMemory, SharedTables
+from kvstore.client.memory import DramListener, DramMemory, HbmExtent, HbmMemory, SharedTables
+from kvstore.client.times import PartTimes
 from kvstore.client.trust import first_difference
 from kvstore.errors import DeadlineExceeded, FailedPrecondition, KvstoreError, ResourceExhausted, Unavailable
-from kvstore.layout import Tier
+from kvstore.layout import SlotState, Tier, states
 from kvstore.wire import descriptors as wire
 from tiers.base import Device, Sharing
 
@@ -39,16 +40,27 @@ U32 = NDArray[np.uint32]
 class MappedMemory:
     """Everything that a session maps: tables, DRAM, and HBM where it owns some."""
 
-    __slots__ = ("dram", "hbm", "tables")
+    __slots__ = ("dram", "hbm", "tables", "times")
 
-    def __init__(self, tables: SharedTables, dram: DramMemory, hbm: HbmMemory | None) -> None:
+    def __init__(
+        self, tables: SharedTables, dram: DramMemory, hbm: HbmMemory | None, times: PartTimes
+    ) -> None:
+        """`times`: of mapping all of this."""
         self.tables = tables
         self.dram = dram
         self.hbm = hbm
+        self.times = times
 
     def mapped(self, hbm: U32, dram: U32) -> bool:
         """Whether this process can reach all of these slots. O(n)."""
         return self.dram.mapped(dram) and (self.hbm is None or self.hbm.mapped(hbm))
+
+    def free_pages(self) -> int:
+        """Pages of HBM that held nothing when this was asked. O(pages)."""
+        if self.hbm is None:
+            return 0
+        slots = self.hbm.slot_of(np.arange(self.hbm.num_pages))
+        return int((states(self.tables.columns.pool(Tier.HBM).state[slots]) == SlotState.FREE).sum())
 
 
 class Descriptors:
@@ -141,7 +153,9 @@ class Descriptors:
         return True
 
     def _first_set(self, known: MappedMemory | None) -> MappedMemory:
-        received = self._receive()
+        times = PartTimes()
+        with times.part("tables"):
+            received = self._receive()
         if not isinstance(received.message, wire.Tables):
             received.close()
             text = received.message.text if isinstance(received.message, wire.Refused) else "no tables came"
@@ -149,14 +163,15 @@ class Descriptors:
         try:
             if known is None:
                 tables = SharedTables(received.fds[0], received.message.nbytes)
-                memory = MappedMemory(tables, DramMemory(tables.columns, self._listener), None)
+                memory = MappedMemory(tables, DramMemory(tables.columns, self._listener), None, times)
             else:
                 memory = known
         finally:
             received.close()
         hbm: list[wire.Received] = []
         try:
-            self._receive_extents(memory, hbm)
+            with times.part("DRAM mapping"):
+                self._receive_extents(memory, hbm)
             if known is None and self._spec is not None and self._device is not None and self._spec.hbm_bytes:
                 self._map_hbm(memory, hbm, self._spec, self._device)
         except BaseException:
@@ -191,18 +206,20 @@ class Descriptors:
         slot_bytes = self._slot_bytes
         wanted = hbm_slots(device, slot_bytes, spec.hbm_bytes)
         slots = memory.tables.columns.shape.hbm_slots
-        if self._range is None:
-            have = sum(_extent(item).nbytes for item in existing)
-            tier = device.reserve(_RANGE_FACTOR * max(have, wanted * slot_bytes))
-            self._range = HbmMemory(tier, slots=slots, slot_bytes=slot_bytes)
-        else:
-            self._range.reset(slots)
-        memory.hbm = hbm = self._range
-        for item in existing:
-            _add_hbm(hbm, item)
+        with memory.times.part("HBM mapping"):
+            if self._range is None:
+                have = sum(_extent(item).nbytes for item in existing)
+                tier = device.reserve(_RANGE_FACTOR * max(have, wanted * slot_bytes))
+                self._range = HbmMemory(tier, slots=slots, slot_bytes=slot_bytes)
+            else:
+                self._range.reset(slots)
+            memory.hbm = hbm = self._range
+            hbm.add_all([_hbm_extent(item) for item in existing])
         if existing:
-            self._check_trust(memory, hbm, spec.index, [_extent(item) for item in existing])
-        self._give_missing(memory, hbm, wanted)
+            with memory.times.part("HBM sample"):
+                self._check_trust(memory, hbm, spec.index, [_extent(item) for item in existing])
+        with memory.times.part("new HBM"):
+            self._give_missing(memory, hbm, wanted)
 
     def _give_missing(self, memory: MappedMemory, hbm: HbmMemory, wanted: int) -> None:
         """New extents until there are `wanted` pages, or no more are accepted. Raises ResourceExhausted with none."""
@@ -306,7 +323,13 @@ def _add_hbm(hbm: HbmMemory, received: wire.Received) -> None:
     extent = _extent(received)
     if hbm.mapped(np.array([extent.slot_base], dtype=np.uint32)):
         return
-    hbm.add(
+    hbm.add_all([_hbm_extent(received)])
+
+
+def _hbm_extent(received: wire.Received) -> HbmExtent:
+    """What to map; its descriptor is the mapping's own."""
+    extent = _extent(received)
+    return HbmExtent(
         extent=extent.extent,
         fd=os.dup(received.fds[0]),
         nbytes=extent.nbytes,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ from kvstore.layout import Columns, Tier, open_columns, read_shape
 from tiers.base import DeviceTier
 from tiers.dram import DramTier
 
-__all__ = ["DramListener", "DramMemory", "HbmMemory", "SharedTables"]
+__all__ = ["DramListener", "DramMemory", "HbmExtent", "HbmMemory", "SharedTables"]
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -42,7 +44,7 @@ class SharedTables:
 
 
 class DramListener(Protocol):
-    """Told of DRAM extents by the thread that maps them, which waits: a copier pins them for its device.
+    """Told of DRAM extents by the thread that maps them, which waits: a copier has them pinned for its device.
 
     An extent is unmapped when no slot of it is held, or at the end of the session, after the copier was closed.
     Neither call raises.
@@ -120,6 +122,17 @@ class DramMemory:
         return whole[start : start + slot_bytes]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HbmExtent:
+    """An extent to map: its number, its memory, and which slots it has. Who maps it takes `fd`."""
+
+    extent: int
+    fd: int
+    nbytes: int
+    slot_base: int
+    slots: int
+
+
 class HbmMemory:
     """The HBM pages of this process: extents of one device and slot class, mapped in a row.
 
@@ -139,14 +152,20 @@ class HbmMemory:
 
     def add(self, *, extent: int, fd: int, nbytes: int, slot_base: int, slots: int) -> None:
         """Maps an extent behind the others. `fd` becomes ours. Raises: ResourceExhausted where the range is full."""
-        if nbytes != slots * self.slot_bytes:
-            self._tier.discard(fd)
+        self.add_all([HbmExtent(extent=extent, fd=fd, nbytes=nbytes, slot_base=slot_base, slots=slots)])
+
+    def add_all(self, extents: Sequence[HbmExtent]) -> None:
+        """As `add` for each, in this order, several at once. Where it raises the range is to be closed or reset."""
+        if any(new.nbytes != new.slots * self.slot_bytes for new in extents):
+            for new in extents:
+                self._tier.discard(new.fd)
             raise InvalidArgument("an HBM extent is a whole number of slots")
-        self._tier.adopt(extent, fd, nbytes)
-        first = self._tier.offset(extent) // self.slot_bytes
-        new = np.arange(slot_base, slot_base + slots, dtype=np.uint32)
-        self._page_of[new] = np.arange(first, first + slots, dtype=np.int32)
-        self._slot_of = np.concatenate([self._slot_of, new])
+        self._tier.adopt_all([(new.extent, new.fd, new.nbytes) for new in extents])
+        for new in extents:
+            first = self._tier.offset(new.extent) // self.slot_bytes
+            slots = np.arange(new.slot_base, new.slot_base + new.slots, dtype=np.uint32)
+            self._page_of[slots] = np.arange(first, first + new.slots, dtype=np.int32)
+            self._slot_of = np.concatenate([self._slot_of, slots])
 
     def reset(self, slots: int) -> None:
         """Unmaps every extent and keeps the range: other extents come into the same place."""

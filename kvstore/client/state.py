@@ -42,13 +42,20 @@ class Targets:
 
     credit: int
     room: int
+    first_credit: int | None = None
+    """HBM slots before the first prompt was asked for: what is cached there does not make way for what nobody uses yet.
+    None: as many as `credit`."""
     breaker_s: float = 1.0
     """An acquire unanswered, or a daemon away, for this long makes the session unavailable: "no cache"."""
 
     @classmethod
-    def for_pages(cls, pages: int) -> Targets:
-        """What suits a pool of so many HBM pages: seconds of decoding, and most of the pool left to prompts."""
-        return cls(credit=min(256, max(4, pages // 16)) if pages else 0, room=min(512, max(16, pages // 4)))
+    def for_pages(cls, pages: int, free: int) -> Targets:
+        """What suits a pool of so many HBM pages: seconds of decoding, and most of the pool left to prompts.
+
+        `free` of them held nothing when the session began: a first prompt finds half of those.
+        """
+        credit = min(256, max(4, pages // 16)) if pages else 0
+        return cls(credit=credit, room=min(512, max(16, pages // 4)), first_credit=min(credit, free // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,7 @@ class SessionState:
         self._asked = (0, 0)
         self._credit_floor = 0  # ask for that many at least
         self._credit_paused = False
+        self._asked_for_prompt = False  # until then the first credit is enough
         self._seen = 0
         self._stream = 0  # number of the stream that may take messages; 0: none
         self._streams = 0
@@ -105,6 +113,8 @@ class SessionState:
             elif len(self._outbox) >= _MAX_QUEUED:
                 grant.fail(ResourceExhausted("too many messages wait for the daemon", retry_after_s=0.1))
             else:
+                # A prompt, which names its full blocks and has to fill at least one: not a warm-up, nor an adoption.
+                self._asked_for_prompt |= bool(len(grant.hashes)) and grant.reserve > 0
                 self._outbox.put(grant)
                 self.sendable.notify()
 
@@ -161,6 +171,7 @@ class SessionState:
         """See Session.want_credit."""
         with self.lock:
             self._credit_floor = max(self._credit_floor, count)
+            self._asked_for_prompt = True
 
     def pause_credit(self) -> None:
         """Gives the HBM credit back and asks for none: an acquire finds no slot, and nothing decodes."""
@@ -445,7 +456,10 @@ class SessionState:
 
     def _wants(self) -> tuple[int, int]:
         """HBM and DRAM slots to ask for. Hysteresis: from below half of the target until it is full."""
-        credit = 0 if self._credit_paused else max(self._targets.credit, self._credit_floor)
+        wished = self._targets.credit
+        if not self._asked_for_prompt and self._targets.first_credit is not None:
+            wished = self._targets.first_credit
+        credit = 0 if self._credit_paused else max(wished, self._credit_floor)
         levels = ((self.hbm.in_hand, credit), (self.dram.in_hand, self._targets.room))
         wants = [0, 0]
         for i, (in_hand, target) in enumerate(levels):

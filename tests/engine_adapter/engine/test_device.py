@@ -1,9 +1,8 @@
-"""Which device an engine runs on, where torch sees a GPU and where it does not."""
+"""Which device an engine runs on, where there is a GPU and where there is none."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from engine_adapter.engine import device
 from engine_adapter.engine.device import compute_dtype, device_index, device_name, resolve_device
@@ -12,12 +11,12 @@ from kvstore.errors import ConfigError
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let torch see so many, with all packages there."""
+    """Let the driver show so many, with all packages there."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr(device, "_is_installed", lambda _: True)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(device, "_torch_has_cuda", lambda: True)
+        monkeypatch.setattr(device, "cuda_devices", lambda: count)
 
     return pretend
 
@@ -28,11 +27,11 @@ def test_auto_is_the_first_gpu_or_the_cpu(gpus: Callable[[int], None]) -> None:
     assert resolve_device("cpu") == "cpu"
     assert resolve_device("cuda") == "cuda:0"
     assert resolve_device("cuda:1") == "cuda:1"
-    with pytest.raises(ConfigError, match=r"cuda:2 cannot be used: torch sees 2 CUDA"):
+    with pytest.raises(ConfigError, match=r"cuda:2 cannot be used: the driver shows 2 CUDA"):
         resolve_device("cuda:2")
     gpus(0)
     assert resolve_device("auto") == "cpu"
-    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+    with pytest.raises(ConfigError, match="the driver shows no CUDA device"):
         resolve_device("cuda:0")
 
 

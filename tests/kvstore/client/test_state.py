@@ -30,14 +30,22 @@ def u32(*values: int) -> NDArray[np.uint32]:
 class Rig:
     """A state with a stream, and the daemon played by the test."""
 
-    def __init__(self, *, credit: int = 0, room: int = 0, blocks: int = 16, breaker_s: float = 1.0) -> None:
-        targets = Targets(credit=credit, room=room, breaker_s=breaker_s)
+    def __init__(
+        self,
+        *,
+        credit: int = 0,
+        room: int = 0,
+        blocks: int = 16,
+        breaker_s: float = 1.0,
+        first_credit: int | None = None,
+    ) -> None:
+        targets = Targets(credit=credit, room=room, breaker_s=breaker_s, first_credit=first_credit)
         self.state = SessionState(SHAPE, blocks, targets)
         self.namespace = Namespace({}, 4, 7, bytes(32))
         self.stream = self.state.open_stream()
         self._server_id = 100
 
-    def acquire(self, blocks: int = 2, lease: int = 1) -> PendingGrant:
+    def acquire(self, blocks: int = 2, lease: int = 1, reserve: int = 0) -> PendingGrant:
         hashes = np.arange(2 * blocks, dtype=np.uint64).reshape(-1, 2)
         grant = PendingGrant(
             cast(Session, self.state),
@@ -45,7 +53,7 @@ class Rig:
             lease=lease,
             hashes=hashes,
             first=0,
-            reserve=0,
+            reserve=reserve,
             private_fill=False,
         )
         self.state.acquire(grant)
@@ -208,6 +216,39 @@ def test_credit_is_asked_for_below_half_and_taken_without_an_answer() -> None:
     assert run is not None
     rig.step()
     assert rig.sent().step.want_slots == 5
+
+
+def test_full_credit_is_asked_for_behind_the_first_prompt() -> None:
+    """A session over HBM that outlived a worker put the last blocks of its only prompt out, for nothing."""
+    rig = Rig(credit=8, room=4, first_credit=2)
+    assert rig.sent().step.want_slots == 2
+    rig.acquire(blocks=0, reserve=1)  # a warm-up
+    rig.acquire(blocks=3)  # what an earlier worker left, to be copied down
+    rig.step()
+    assert [rig.sent().WhichOneof("body") for _ in range(2)] == ["acquire", "acquire"]
+    assert rig.nothing_to_send()
+    rig.acquire(blocks=3, reserve=1)
+    rig.step()
+    assert rig.sent().WhichOneof("body") == "acquire", "it holds its blocks before the credit is given"
+    assert rig.sent().step.want_slots == 8
+
+
+def test_decoding_before_any_prompt_asks_for_full_credit() -> None:
+    rig = Rig(credit=8, first_credit=0)
+    assert rig.nothing_to_send()
+    assert rig.state.take_credit(1) is None
+    rig.state.want_credit(1)
+    rig.step()
+    assert rig.sent().step.want_slots == 8
+
+
+@pytest.mark.parametrize(
+    "pages, free, first, full",
+    [(0, 0, 0, 0), (16, 16, 4, 4), (4096, 4096, 256, 256), (4096, 100, 50, 256), (4096, 1, 0, 256)],
+)
+def test_the_first_credit_leaves_what_is_cached(pages: int, free: int, first: int, full: int) -> None:
+    targets = Targets.for_pages(pages, free)
+    assert (targets.first_credit, targets.credit) == (first, full)
 
 
 def test_paused_credit_goes_back() -> None:
