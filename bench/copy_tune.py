@@ -82,6 +82,7 @@ def _bulk(
     weight: int = 1,
     streams: int = 2,
     staging_mib: int = 0,
+    buffers: int = 2,
 ) -> LaneOf:
     """Loads wait long for the host, so most stages are being loaded; stores wait for the link."""
 
@@ -91,7 +92,13 @@ def _bulk(
         shape = KernelShape(
             kind=KernelKind.BULK, ctas=ctas, unit_bytes=unit_kib * _KIB, stages=stages, lag=lag
         )
-        return Lane(kernel=shape, weight=weight, streams=streams, staging_bytes=staging_mib * _MIB)
+        return Lane(
+            kernel=shape,
+            weight=weight,
+            streams=streams,
+            staging_bytes=staging_mib * _MIB,
+            staging_buffers=buffers,
+        )
 
     return lane
 
@@ -134,7 +141,7 @@ LIMITS: Mapping[str, CopyLimits] = {
 
 
 def candidates() -> Mapping[str, Mapping[Direction, Route]]:
-    """Routes by name. `x n`: portions take turns on n streams instead of two; `+`: a portion is dealt to both."""
+    """Routes by name. `x n`: n streams, or buffers, instead of two; `+`: a portion is dealt to both."""
     return {
         "default": DEFAULT_ROUTES,
         "engine": _straight(_engine()),
@@ -157,11 +164,12 @@ def candidates() -> Mapping[str, Mapping[Direction, Route]]:
         "3 engine + bulk 4": _straight(_engine(weight=3), _bulk(4)),
         "bulk 8 up, engine down": _mixed(_bulk(8), _engine()),
         "engine up, bulk 8 down": _mixed(_engine(), _bulk(8)),
-        "staged 8 MiB": _staged(_bulk(8, staging_mib=8)),
-        "staged 16 MiB": _staged(_bulk(8, staging_mib=16)),
-        "staged 32 MiB": _staged(_bulk(8, staging_mib=32)),
-        "staged 16 MiB x3": _staged(_bulk(8, streams=3, staging_mib=16)),
-        "staged 16 MiB, bulk 2": _staged(_bulk(2, staging_mib=16)),
+        "staged 8 MiB": _staged(_bulk(16, staging_mib=8)),
+        "staged 16 MiB": _staged(_bulk(16, staging_mib=16)),
+        "staged 32 MiB": _staged(_bulk(16, staging_mib=32)),
+        "staged 64 MiB": _staged(_bulk(16, staging_mib=64)),
+        "staged 32 MiB x3": _staged(_bulk(16, staging_mib=32, buffers=3)),
+        "staged 32 MiB, bulk 4": _staged(_bulk(4, staging_mib=32)),
         "staged 16 MiB, threads 8": _staged(_threads(8, staging_mib=16)),
     }
 

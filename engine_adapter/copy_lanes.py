@@ -1,9 +1,6 @@
 """A lane in use: its streams, its kernel, its staging memory, and how a portion of pieces is put into one of them.
 
-Staging, for small pieces that lie together on the host and anywhere on the device: a load is a few large copies into
-the staging memory and a kernel that deals the pieces out at the speed of device memory; a store the reverse. Both are
-in one stream, which keeps its memory from being used twice; portions take turns on the streams, so the kernel of one
-runs beside the copies of another. What a kernel cannot copy goes by the copy engines, straight.
+What a kernel cannot copy goes by the copy engines, straight.
 """
 
 from __future__ import annotations
@@ -11,34 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.copier import Direction
 from engine_adapter.copy_kernel import ALIGNMENT_BYTES, MAX_PIECES, KernelShape
-from engine_adapter.copy_plan import Pieces, runs
+from engine_adapter.copy_plan import Pieces
 from engine_adapter.copy_routes import Lane, Route
+from engine_adapter.copy_staging import Launches, Staging
 from engine_adapter.cuda_driver import CudaDriver, SourceOrder
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError
 
-__all__ = ["Lanes", "Launches", "MakesKernel", "OpenLane"]
+__all__ = ["Lanes", "MakesKernel", "OpenLane"]
 
 U64 = NDArray[np.uint64]
 
 _LOG = logging.getLogger("kvstore.copier")
 _ANY = 1 << 62
-
-
-class Launches(Protocol):
-    """A compiled kernel (`CopyKernel`)."""
-
-    def launch(self, pieces: Pieces, stream: int) -> None:
-        """Copies."""
-        ...
-
 
 MakesKernel = Callable[[CudaDriver, KernelShape], Launches]
 
@@ -66,13 +54,19 @@ class OpenLane:
         self._streams = streams[: lane.streams]
         self._turn = 0
         self.kernel: Launches | None = None
-        self._staging: list[int] = []
+        self._staging: Staging | None = None
         try:
             if lane.kernel is not None:
                 self.kernel = kernel(driver, lane.kernel)
             if lane.staging_bytes and self.kernel is not None:
-                for _ in self._streams:
-                    self._staging.append(driver.allocate(lane.staging_bytes))
+                self._staging = Staging(
+                    driver,
+                    host,
+                    direction,
+                    buffers=lane.staging_buffers,
+                    buffer_bytes=lane.staging_bytes,
+                    streams=self._streams,
+                )
         except KvstoreError as error:
             _LOG.warning("small blocks go by the copy engines: %s", error)
             self.kernel = None
@@ -86,7 +80,7 @@ class OpenLane:
     @property
     def max_bytes(self) -> int:
         """Of one portion."""
-        return self.lane.staging_bytes if self._staging else _ANY
+        return self.lane.staging_bytes if self._staging is not None else _ANY
 
     def start(self, pieces: Pieces, order: SourceOrder) -> int:
         """Puts a portion of at least one piece into the next stream; that stream."""
@@ -94,9 +88,9 @@ class OpenLane:
         self._turn = (turn + 1) % len(self._streams)
         stream = self._streams[turn]
         if self.kernel is not None:
-            if self._staging:
-                if self._stage(pieces, self.kernel, self._staging[turn], stream):
-                    return stream
+            if self._staging is not None:
+                if self._staging.holds(pieces) and _aligned(pieces):
+                    return self._staging.start(pieces, self.kernel)
             elif (seen := self._seen(pieces)) is not None:
                 self.kernel.launch(seen, stream)
                 return stream
@@ -104,28 +98,10 @@ class OpenLane:
         return stream
 
     def close(self) -> None:
-        """Gives the memory back."""
-        staging, self._staging = self._staging, []
-        for address in staging:
-            self._driver.free(address)
-
-    def _stage(self, pieces: Pieces, kernel: Launches, staging: int, stream: int) -> bool:
-        """By the staging memory at `staging`; False where the kernel cannot."""
-        nbytes = int(pieces.sizes[0])
-        if len(pieces) * nbytes > self.lane.staging_bytes or not _aligned(pieces):
-            return False
-        places = np.uint64(staging) + np.arange(len(pieces), dtype=np.uint64) * np.uint64(nbytes)
-        load = self._direction is Direction.LOAD
-        host = pieces.sources if load else pieces.targets
-        begins = runs(host, host, nbytes, borders=(self._host.starts,), max_run_bytes=_ANY)
-        sizes = np.diff(np.append(begins, len(host))).astype(np.uint64) * np.uint64(nbytes)
-        if load:
-            self._driver.copy_batch(places[begins], host[begins], sizes, stream, SourceOrder.STREAM)
-            kernel.launch(Pieces(sources=places, targets=pieces.targets, sizes=pieces.sizes), stream)
-        else:
-            kernel.launch(Pieces(sources=pieces.sources, targets=places, sizes=pieces.sizes), stream)
-            self._driver.copy_batch(host[begins], places[begins], sizes, stream, SourceOrder.STREAM)
-        return True
+        """Gives the staging memory back."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
 
     def _seen(self, pieces: Pieces) -> Pieces | None:
         """The pieces with the addresses that kernels use; None where a kernel cannot copy them."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pieces", "portions", "ranges", "runs", "shares", "split", "staged"]
+__all__ = ["Pieces", "lengths", "portions", "ranges", "runs", "shares", "split", "staged"]
 
 U64 = NDArray[np.uint64]
 
@@ -65,38 +65,75 @@ def ranges(count: int, nbytes: int, *, first_bytes: int, max_bytes: int, max_blo
 def runs(
     sources: U64, targets: U64, nbytes: int, *, borders: Sequence[U64] = (), max_run_bytes: int
 ) -> NDArray[np.intp]:
-    """Where runs of blocks begin: [r] positions, the first is 0. O(n), and O(n log b) with borders.
+    """Where runs of blocks begin: [r] positions, the first is 0. O(n), and O(n log b) where runs cross borders.
 
     `borders`: ascending addresses at which a run may begin and which none may cross.
     """
     count = len(sources)
     step = np.uint64(nbytes)
-    neighbours = (sources[1:] == sources[:-1] + step) & (targets[1:] == targets[:-1] + step)
+    neighbours = sources[1:] == sources[:-1] + step
+    if targets is not sources:
+        neighbours &= targets[1:] == targets[:-1] + step
     if not neighbours.any():
         return np.arange(count)
-    for addresses in borders:
-        for side in (sources, targets):
-            place = np.searchsorted(addresses, side, side="right")
-            neighbours &= place[1:] == place[:-1]
-    begins = np.flatnonzero(np.concatenate([[True], ~neighbours]))
-    lengths = np.diff(np.append(begins, count))
-    within = np.arange(count) - np.repeat(begins, lengths)
-    return np.flatnonzero(within % max(1, max_run_bytes // nbytes) == 0)
+    begins = _begins(neighbours)
+    spans = lengths(begins, count)
+    crossed = [
+        (addresses, side)
+        for addresses in borders
+        for side in ((sources,) if targets is sources else (sources, targets))
+        if _parted(addresses, side[begins], side[begins + spans - 1]).any()
+    ]
+    if crossed:  # seldom: only then is every block looked up
+        for addresses, side in crossed:
+            neighbours &= ~_parted(addresses, side[:-1], side[1:])
+        begins = _begins(neighbours)
+        spans = lengths(begins, count)
+    longest = max(1, max_run_bytes // nbytes)
+    if spans.max() <= longest:
+        return begins
+    within = np.arange(count) - np.repeat(begins, spans)
+    return np.flatnonzero(within % longest == 0)
+
+
+def _begins(neighbours: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Of n blocks, of which [n - 1] are the neighbour of the one before."""
+    return np.concatenate([np.zeros(1, dtype=np.intp), np.flatnonzero(~neighbours) + 1])
+
+
+def lengths(begins: NDArray[np.intp], count: int) -> NDArray[np.intp]:
+    """Of the runs of `count` blocks."""
+    ends = np.empty_like(begins)
+    ends[:-1] = begins[1:]
+    ends[-1:] = count
+    return ends - begins
+
+
+def _parted(borders: U64, before: U64, after: U64) -> NDArray[np.bool_]:
+    """Where a border lies above the one and not above the other."""
+    parted: NDArray[np.bool_] = np.searchsorted(borders, before, side="right") != np.searchsorted(
+        borders, after, side="right"
+    )
+    return parted
 
 
 def split(
     sources: U64, targets: U64, nbytes: int, begins: NDArray[np.intp], *, large_from_bytes: int
 ) -> tuple[Pieces, Pieces]:
     """The large pieces, each a run of at least `large_from_bytes`, and the blocks of all shorter runs. O(n)."""
-    lengths = np.diff(np.append(begins, len(sources)))
-    large = lengths * nbytes >= large_from_bytes
+    count = len(sources)
+    if len(begins) == count:
+        alone = Pieces(sources=sources, targets=targets, sizes=np.full(count, nbytes, dtype=np.uint64))
+        return (alone, Pieces.none()) if nbytes >= large_from_bytes else (Pieces.none(), alone)
+    spans = lengths(begins, count)
+    large = spans * nbytes >= large_from_bytes
     first = begins[large]
-    small = np.flatnonzero(~np.repeat(large, lengths))
+    small = np.flatnonzero(~np.repeat(large, spans))
     return (
         Pieces(
             sources=sources[first],
             targets=targets[first],
-            sizes=lengths[large].astype(np.uint64) * np.uint64(nbytes),
+            sizes=spans[large].astype(np.uint64) * np.uint64(nbytes),
         ),
         Pieces(
             sources=sources[small],
@@ -114,8 +151,10 @@ def staged(
     `host`: the pieces' addresses there, `pieces.sources` or `pieces.targets`; every piece has `nbytes`.
     """
     begins = runs(host, host, nbytes, borders=borders, max_run_bytes=1 << 62)
-    lengths = np.diff(np.append(begins, len(host)))
-    chosen = np.repeat(lengths * nbytes >= from_bytes, lengths)
+    spans = lengths(begins, len(host))
+    if (spans * nbytes >= from_bytes).all():
+        return pieces, Pieces.none()
+    chosen = np.repeat(spans * nbytes >= from_bytes, spans)
     return pieces.where(chosen), pieces.where(~chosen)
 
 

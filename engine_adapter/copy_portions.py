@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.copier import CopyBatch, Direction
+from engine_adapter.copy_kernel import MAX_PIECES
 from engine_adapter.copy_lanes import Lanes, OpenLane
 from engine_adapter.copy_plan import Pieces, portions, ranges, runs, shares, split, staged
 from engine_adapter.copy_routes import Route
@@ -29,8 +30,10 @@ class CopyLimits:
     """Of the first portion where nothing is under way; each one after it may be twice as large."""
     portion_bytes: int = 64 << 20
     """What is issued at once, and has an event: 1.2 ms at 55 GB/s."""
-    portion_copies: int = 2048
-    """Most blocks of a portion."""
+    portion_copies: int = MAX_PIECES
+    """Most copies of a portion: what one launch of a kernel takes."""
+    planned_portions: int = 4
+    """Planned together, once a batch is well under way: most of what planning costs does not grow with the pieces."""
     flight_bytes: int = 256 << 20
     """Most bytes issued and not complete, but for a single larger block."""
     flight_portions: int = 16
@@ -42,12 +45,15 @@ class Portion:
 
     lanes: Sequence[OpenLane]
     pieces: Pieces
+    nbytes: int
     left_bytes: int
     """About what of the batch comes after it."""
     last: bool
 
     def dealt(self) -> Iterator[tuple[OpenLane, Pieces]]:
         """The part of each lane that gets one."""
+        if len(self.lanes) == 1:
+            return iter([(self.lanes[0], self.pieces)] if len(self.pieces) else [])
         parts = shares(self.pieces, [lane.lane.weight for lane in self.lanes])
         return ((lane, part) for lane, part in zip(self.lanes, parts, strict=True) if len(part))
 
@@ -76,21 +82,21 @@ class Planner:
         """
         limits, count = self._limits, len(batch.sources)
         if not count:
-            yield Portion(lanes=self._lanes.large, pieces=Pieces.none(), left_bytes=0, last=True)
+            yield Portion(lanes=self._lanes.large, pieces=Pieces.none(), nbytes=0, left_bytes=0, last=True)
         host = host_side(batch)
         for part in ranges(
             count,
             batch.nbytes,
             first_bytes=first_bytes,
-            max_bytes=limits.portion_bytes,
-            max_blocks=limits.portion_copies,
+            max_bytes=limits.planned_portions * limits.portion_bytes,
+            max_blocks=limits.planned_portions * limits.portion_copies,
         ):
-            left = count - part.stop
             self._host.pin(host[part.start : part.stop])  # waits: on the thread that issues
-            planned = list(self._planned(batch, part))
-            for place, (lanes, pieces) in enumerate(planned, 1):
-                last = not left and place == len(planned)
-                yield Portion(lanes=lanes, pieces=pieces, left_bytes=left * batch.nbytes, last=last)
+            left = (count - part.start) * batch.nbytes
+            for lanes, pieces in self._planned(batch, part):
+                nbytes = pieces.nbytes
+                left -= nbytes
+                yield Portion(lanes=lanes, pieces=pieces, nbytes=nbytes, left_bytes=left, last=not left)
 
     def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
         """A range of a batch's blocks by lanes."""
@@ -105,10 +111,11 @@ class Planner:
             )
             cut += (self._lanes.large, long), (self._lanes.staged, together)
             sources, targets = rest.sources, rest.targets
-        large, small = self._split(sources, targets, nbytes, route.large_from_bytes)
-        cut += (self._lanes.large, large), (self._lanes.small, small)
+        if len(sources):
+            large, small = self._split(sources, targets, nbytes, route.large_from_bytes)
+            cut += (self._lanes.large, large), (self._lanes.small, small)
         for lanes, pieces in cut:
-            most = min((lane.max_pieces for lane in lanes), default=0)
+            most = min((limits.portion_copies, *(lane.max_pieces for lane in lanes)))
             bound = min((limits.portion_bytes, *(lane.max_bytes for lane in lanes)))
             for portion in portions(pieces, max_bytes=bound, max_pieces=most):
                 yield lanes, portion

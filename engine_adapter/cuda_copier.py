@@ -250,7 +250,7 @@ class _Way:
             while (work := self._next()) is not None:
                 batch, rest = work
                 for portion in rest:
-                    if not self._room_for(portion.pieces.nbytes):
+                    if not self._room_for(portion.nbytes):
                         return
                     self._issue(batch, portion)
         finally:
@@ -282,7 +282,7 @@ class _Way:
         # A request waits for the end of a load: a core for a millisecond or two. Nobody waits for anything else.
         spins = self._direction is Direction.LOAD and portion.left_bytes < self._limits.portion_bytes
         waiting = Waiting.SPIN if spins else Waiting.SLEEP
-        nbytes = portion.pieces.nbytes
+        nbytes = portion.nbytes
         events = [
             self._mark(
                 lane.start(part, lane.lane.order if batch.after is None else SourceOrder.STREAM), waiting

@@ -238,11 +238,12 @@ class FakeDriver:
             self._streams.pop(stream).work.put(None)
 
     def record(self, event: int, stream: int) -> None:
-        self._events[event].clear()
-        self._streams[stream].work.put(self._events[event].set)
+        recorded = self._events[event] = threading.Event()  # who waits already waits for the one before
+        self._streams[stream].work.put(recorded.set)
 
     def wait(self, stream: int, event: int) -> None:
-        self._streams[stream].work.put(lambda: self._events[event].wait(10) and None)
+        recorded = self._events[event]
+        self._streams[stream].work.put(lambda: recorded.wait(10) and None)
 
     def synchronize(self, event: int) -> None:
         assert self._events[event].wait(10)

@@ -96,7 +96,7 @@ def test_staged_pages_arrive(direction: Direction, nbytes: int, name: str) -> No
     """More than both staging memories hold, so each is used again while its bytes could still be under way."""
     count = 56 * MIB // nbytes // 16 * 16
     with gpu_rig(limits=CopyLimits(), routes=dict(candidates()[name])) as rig:
-        assert rig.copier._ways[direction]._lanes.staged[0]._staging
+        assert rig.copier._ways[direction]._lanes.staged[0]._staging is not None
         blocks = random_blocks(count, nbytes)
         source, target = sides(rig, direction, blocks)
         rng = np.random.default_rng(nbytes)
