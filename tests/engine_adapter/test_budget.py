@@ -11,6 +11,7 @@ from engine_adapter.budget import device_spec, hbm_bytes
 from engine_adapter.opening import open_block_manager
 from kvstore.client import connect
 from kvstore.config import HbmBudget
+from kvstore.errors import ConfigError
 from kvstore.units import GIB, MIB
 from tests.support.daemon import Service, small_config, started, wait_for
 from tests.support.hbm_scenes import killed_worker
@@ -36,6 +37,21 @@ def test_orphans_count_as_free(service: Service, monkeypatch: pytest.MonkeyPatch
     assert hbm_bytes(half, "cpu", service.socket) == 18 * MIB
     killed_worker(service, "twin")
     assert hbm_bytes(half, "cpu", service.socket) == (36 + 64) * MIB // 2
+
+
+def test_more_than_the_host_has_is_refused_before_any_is_taken(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for 900 GiB by mistake, a worker took all memory extent by extent; then it stayed as an orphan."""
+    monkeypatch.setattr(TwinDevice, "free_bytes", lambda _self: 36 * MIB)
+    assert hbm_bytes(HbmBudget(size_bytes=36 * MIB), "cpu", "/nowhere") == 36 * MIB
+    for socket in (None, service.socket):
+        with pytest.raises(ConfigError, match=r"worker.hbm: 37MiB of host memory .* 36MiB is there"):
+            hbm_bytes(HbmBudget(size_bytes=37 * MIB), "cpu", socket)
+    killed_worker(service, "twin")  # its 64 MiB are there, whoever maps them
+    assert hbm_bytes(HbmBudget(size_bytes=100 * MIB), "cpu", service.socket) == 100 * MIB
+    with pytest.raises(ConfigError):
+        hbm_bytes(HbmBudget(size_bytes=101 * MIB), "cpu", service.socket)
 
 
 def test_a_device_by_its_name() -> None:
