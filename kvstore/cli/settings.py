@@ -19,7 +19,8 @@ def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | Non
     """The effective configuration, and where each value came from.
 
     `flags` are values by key (`dram`, `limits.call_deadline`), None where the command line gave none. The file is
-    `file`, else $KVSTORE_CONFIG, else the user's, else the system's; only the last two may be absent.
+    `file`, else $KVSTORE_CONFIG, else the user's, else the system's; only the last two may be absent, or in a folder
+    that this process may not enter.
     Raises ConfigError with one line that says what to do.
     """
     path = _find_file(file)
@@ -33,9 +34,24 @@ def _find_file(named: Path | None) -> Path | None:
         return named
     if variable := os.environ.get(_FILE_VARIABLE):
         return Path(variable)
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    candidates = (Path(home) / "kvstore" / "config.toml", _SYSTEM_FILE)
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in (*_user_file(), _SYSTEM_FILE) if _is_there(path)), None)
+
+
+def _user_file() -> tuple[Path, ...]:
+    """Where this user's file would be; nowhere for a user without a home, as in a container."""
+    try:
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    except RuntimeError:
+        return ()
+    return (folder / "kvstore" / "config.toml",)
+
+
+def _is_there(path: Path) -> bool:
+    """False also where nobody may look: HOME is often still another user's under sudo and setpriv."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> str:

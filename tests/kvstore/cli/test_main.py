@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import main as program
+from kvstore.cli.settings import load_settings
 
 
 def kvstore(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -163,3 +164,24 @@ def test_a_configuration_file_that_is_not_there() -> None:
     done = kvstore("config", "--config", "/nonexistent.toml")
     assert done.returncode == 2
     assert done.stderr.startswith("kvstore: cannot read the configuration file /nonexistent.toml: ")
+
+
+def test_a_home_that_cannot_be_looked_into_has_no_configuration() -> None:
+    """Under another uid with its caller's HOME every command died with a traceback of PermissionError."""
+    beyond_looking = (
+        "/" + "x" * 300
+    )  # as root nothing is forbidden; a name that is too long fails in the same place
+    done = kvstore("config", "--json", XDG_CONFIG_HOME=beyond_looking)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nobody_without_a_home_is_asked_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uid without a passwd entry and without HOME, as in a container, is no error."""
+
+    def no_home(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("KVSTORE_CONFIG", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert load_settings().config.serve.max_sessions
