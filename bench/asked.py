@@ -11,7 +11,6 @@ processes share.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import select
@@ -34,7 +33,7 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["Answer", "AskedWorker", "Mark", "options_of", "spawn_asked"]
+__all__ = ["Answer", "AskedWorker", "Mark", "Start", "options_of", "spawn_asked"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _IDLE_S = 0.005
@@ -48,6 +47,14 @@ class Mark:
 
     doing: str
     at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Of a process that takes prompts: the moments of its start, and the seconds of what a thread did meanwhile."""
+
+    marks: list[Mark]
+    beside: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +90,12 @@ class AskedWorker:
         self._timeout_s = timeout_s
         self._buffer = b""
 
-    def ready(self) -> list[Mark]:
-        """Waits until it takes prompts; the moments of its start."""
-        marks = self._read()["marks"]
-        assert isinstance(marks, list)
-        return [Mark(doing=doing, at=at) for doing, at in marks]
+    def ready(self) -> Start:
+        """Waits until it takes prompts."""
+        started = self._read()
+        return Start(
+            marks=[Mark(doing=doing, at=at) for doing, at in started["marks"]], beside=started["beside"]
+        )
 
     def ask(
         self, *, tokens: int, seed: int, new_tokens: int, question_tokens: int = 0, question_seed: int = 0
@@ -109,7 +117,7 @@ class AskedWorker:
         return float(self._call({"raw_bytes": nbytes})["bytes_per_s"])
 
     def kill(self) -> float:
-        """SIGKILL; when."""
+        """SIGKILL; when. Returns once the process has ended."""
         at = time.monotonic()
         self._process.kill()
         self._process.wait()
@@ -180,13 +188,11 @@ def main(flags: Mapping[str, str]) -> None:
     marks: list[tuple[str, float]] = [("configuration", time.monotonic())]
     share_the_cpu()
     options = options_of(flags)
-    # By itself, so that it is not taken for a part of what comes next and needs it.
-    marks.append(("importing torch", time.monotonic()))
-    importlib.import_module("torch")
-    marks.append(("attaching", time.monotonic()))
-    with open_engine(options, lambda doing: marks.append((doing, time.monotonic()))) as engine:
+    beside: dict[str, float] = {}
+    marks.append(("finding the model and the device", time.monotonic()))
+    with open_engine(options, lambda doing: marks.append((doing, time.monotonic())), beside.update) as engine:
         marks.append(("ready", time.monotonic()))
-        _say({"marks": marks})
+        _say({"marks": marks, "beside": beside})
         for command in _commands(engine):
             _say(_raw(command["raw_bytes"], engine) if "raw_bytes" in command else _ask(engine, **command))
 

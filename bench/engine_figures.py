@@ -86,6 +86,10 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
         Figure(name=f"kill: {part['doing']}", value=part["seconds"], unit="s") for part in kill["parts"]
     ]
     figures += [
+        Figure(name=f"kill, meanwhile: {part['doing']}", value=part["seconds"], unit="s")
+        for part in kill.get("beside", ())
+    ]
+    figures += [
         Figure(name="kill → first token", value=kill["total_s"], unit="s"),
         Figure(name="kill: KV in the first token", value=kill["kv_s"], unit="s"),
     ]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import kvstore
-from bench.asked import Answer, AskedWorker, Mark, spawn_asked
+from bench.asked import Answer, AskedWorker, Mark, Start, spawn_asked
 from bench.service import Service, serve_in
 from bench.timing import median
 from engine_adapter.engine.device import compute_dtype
@@ -25,9 +25,12 @@ __all__ = ["LOAD_FACTOR", "Kill", "Part", "Samples", "TtftPlan", "TtftRow", "Ttf
 LOAD_FACTOR = 1.12
 _PROMPTS = 2  # of each length; those of the longest put each other out of HBM
 _WARM_SEED = 1000
-_SPARE_PAGES = 2
+_MAX_SPARE_PAGES = (
+    256  # beside the longest prompt: what the daemon keeps free of a pool, up to a quarter of it
+)
 _MOSTLY = 0.75  # of the cached tokens
 _SPARE_BYTES = 1 << 30
+_SLAB_BYTES = 256 << 20
 _POLL_S = 0.02
 
 
@@ -42,7 +45,7 @@ class TtftPlan:
     chunk_tokens: int
     raw_bytes: int
     disk: str
-    """Capacity of the disk tier; everything has to fit."""
+    """Least capacity of the disk tier; it is as much more as everything needs, where the disk has room."""
     block_tokens: int = 32
     timeout_s: float = 180.0
 
@@ -80,12 +83,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """From `kill -9` of an engine process to the first token of the next one. `parts` in order; they add up to it."""
+    """From `kill -9` of an engine process to the first token of the next one. `parts` in order; they add up to it.
+
+    `beside`: what a thread did while other parts went on.
+    """
 
     prompt_tokens: int
     cached_by_tier: Mapping[str, int]
     total_s: float
     parts: tuple[Part, ...]
+    beside: tuple[Part, ...]
     ttft_s: float
     kv_s: float
     """Of `ttft_s`, what is not a decode step."""
@@ -152,6 +159,8 @@ class TtftRun:
         self._samples = {length: Samples(plan.block_tokens) for length in plan.lengths}
         self._service: Service | None = None
         self._stored_blocks = 0
+        self.disk_shortage = ""
+        """Why not everything that was computed may be on disk; empty where all of it fits."""
 
     # ------------------------------------------------------------ processes
 
@@ -227,15 +236,17 @@ class TtftRun:
     def after_kill(self, killed_at: float) -> Kill:
         """What a new engine process does until it has answered the prompt that the killed one had in HBM last."""
         longest, seed = self._plan.lengths[-1], _PROMPTS - 1
+        ended_at = time.monotonic()
         with self._spawn() as engine:
-            marks = engine.ready()
+            start = engine.ready()
             answer = self._ask(engine, longest, seed)
         self._samples[longest].add(seed, answer)
         return Kill(
             prompt_tokens=longest,
             cached_by_tier=answer.cached_by_tier,
             total_s=answer.first_token_at - killed_at,
-            parts=_parts(killed_at, marks, answer),
+            parts=_parts(killed_at, ended_at, start, answer),
+            beside=tuple(Part(doing=doing, seconds=seconds) for doing, seconds in start.beside.items()),
             ttft_s=answer.ttft_s,
             kv_s=answer.ttft_s - answer.step_s,
         )
@@ -282,18 +293,30 @@ class TtftRun:
         return -(-(length + self._plan.new_tokens) // self._plan.block_tokens) + 1
 
     def _pages(self) -> int:
-        """HBM pages: one prompt of the longest kind, and the slots that a session keeps in hand."""
-        needed = self._blocks(self._plan.lengths[-1]) + _SPARE_PAGES
+        """HBM pages: one prompt of the longest kind, the slots that a session keeps in hand, and those kept free.
+
+        So a prompt stays whole when it has been answered, and another one of its kind puts most of it out.
+        """
+        prompt = self._blocks(self._plan.lengths[-1])
+        needed = prompt + min(_MAX_SPARE_PAGES, prompt // 3)
         return needed + min(256, max(4, needed // 14))
 
     def _disk(self) -> str:
-        """Capacity of the disk tier: as planned, or what the disk has room for."""
+        """Capacity of the disk tier: what everything needs, or what the disk has room for; see `disk_shortage`."""
         self._folder.mkdir(exist_ok=True)
-        free = shutil.disk_usage(self._folder).free + _used_bytes(self._folder)
-        wanted = parse_size(self._plan.disk)
-        return write_size(
-            wanted if wanted + _SPARE_BYTES < free else max(64 << 20, free * 3 // 4 >> 28 << 28)
+        free = shutil.disk_usage(self._folder).free + _used_bytes(self._folder) - _SPARE_BYTES
+        # A slab has a trailer for each slot and no part of one at its end; the index takes a hundredth.
+        blocks = sum(_PROMPTS * self._blocks(length) for length in self._plan.lengths)
+        needed = blocks * self._slot_bytes * 17 // 16 * 100 // 98 + 2 * _SLAB_BYTES
+        wanted = max(parse_size(self._plan.disk), -(-needed // _SLAB_BYTES) * _SLAB_BYTES)
+        given = wanted if wanted <= free else max(64 << 20, free // _SLAB_BYTES * _SLAB_BYTES)
+        self.disk_shortage = (
+            f"the disk has room for {write_size(given)} of {write_size(wanted)}: "
+            "prompts that it let go of are not counted"
+            if given < wanted
+            else ""
         )
+        return write_size(given)
 
     def rows(self, raw_bytes_per_s: float) -> Iterator[TtftRow]:
         """One a length."""
@@ -321,13 +344,14 @@ class TtftRun:
             )
 
 
-def _parts(killed_at: float, marks: list[Mark], answer: Answer) -> tuple[Part, ...]:
+def _parts(killed_at: float, ended_at: float, start: Start, answer: Answer) -> tuple[Part, ...]:
     """What the time from a kill to the first token went into, in order."""
     asked_at = answer.first_token_at - answer.ttft_s
     moments = [
-        Mark(doing="process start and imports", at=killed_at),
-        *marks[:-1],
-        Mark(doing="being asked", at=marks[-1].at),
+        Mark(doing="end of the killed process", at=killed_at),
+        Mark(doing="process start and imports", at=ended_at),
+        *start.marks[:-1],
+        Mark(doing="being asked", at=start.marks[-1].at),
         Mark(doing="first token", at=asked_at),
         Mark(doing="", at=answer.first_token_at),
     ]

@@ -132,7 +132,7 @@ def _one_device(
 
         tell("loading the weights")
         model = load_model(source, settings)
-        tell("attaching")
+        tell("the rest of attaching")
         blocks = pending.result()
         beside(pending.times())
         yield _Loaded(engine=Engine(model, blocks, settings), settle=pending.settle)

@@ -34,6 +34,7 @@ _LOG = logging.getLogger("kvstore.client")
 _MAX_QUEUED = 8192
 _LOOK_AGAIN_S = 5.0  # no wait without a bound, though every change wakes this one
 _MAX_EVENTS = 65536
+_KEPT_SLOTS, _KEPT_SHARE = 8, 32  # at least what the store keeps free of a pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,13 @@ class Targets:
     def for_pages(cls, pages: int, free: int) -> Targets:
         """What suits a pool of so many HBM pages: seconds of decoding, and most of the pool left to prompts.
 
-        `free` of them held nothing when the session began: a first prompt finds half of those.
+        `free` of them held nothing when the session began. The store keeps some free at all times, so no more than
+        those beyond come without putting anything out.
         """
         credit = min(256, max(4, pages // 16)) if pages else 0
-        return cls(credit=credit, room=min(512, max(16, pages // 4)), first_credit=min(credit, free // 2))
+        kept = min(pages // 4, max(_KEPT_SLOTS, pages // _KEPT_SHARE))
+        first = min(credit, max(0, free - kept))
+        return cls(credit=credit, room=min(512, max(16, pages // 4)), first_credit=first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

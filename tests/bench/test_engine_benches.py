@@ -75,13 +75,14 @@ def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
         assert row.equal, "a cached prompt was answered differently from tier to tier"
         assert row.load_bound_s > row.decode_step_s > 0
     kill = found.kill
-    # Not all of it: the new engine's slots in hand come from the end of what nobody uses.
-    assert kill.cached_by_tier["hbm"] >= 0.75 * 992, "what was in HBM outlives the engine"
+    assert kill.cached_by_tier == {"hbm": 992}, "what was in HBM outlives the engine, all of it"
     assert sum(part.seconds for part in kill.parts) == pytest.approx(kill.total_s)
     assert min(part.seconds for part in kill.parts) >= 0
     doing = [part.doing for part in kill.parts]
-    assert {"importing torch", "attaching", "loading the weights"} <= set(doing)
-    assert (doing[0], doing[-1]) == ("process start and imports", "first token")
+    assert {"loading torch", "loading the weights", "the rest of attaching"} <= set(doing)
+    assert doing[:2] == ["end of the killed process", "process start and imports"]
+    assert doing[-1] == "first token"
+    assert {"DRAM mapping", "HBM mapping", "HBM sample"} <= {part.doing for part in kill.beside}
     names = {figure.name for figure in ttft_figures(asdict(found))}
     assert {
         "128 recompute",

@@ -244,7 +244,7 @@ def test_decoding_before_any_prompt_asks_for_full_credit() -> None:
 
 @pytest.mark.parametrize(
     "pages, free, first, full",
-    [(0, 0, 0, 0), (16, 16, 4, 4), (4096, 4096, 256, 256), (4096, 100, 50, 256), (4096, 1, 0, 256)],
+    [(0, 0, 0, 0), (16, 16, 4, 4), (4096, 4096, 256, 256), (4096, 200, 72, 256), (4096, 100, 0, 256)],
 )
 def test_the_first_credit_leaves_what_is_cached(pages: int, free: int, first: int, full: int) -> None:
     targets = Targets.for_pages(pages, free)
