@@ -8,7 +8,6 @@ needs no memory of its own and reads no descriptor over PCIe.
 
 from __future__ import annotations
 
-import functools
 import struct
 from dataclasses import dataclass
 from enum import Enum
@@ -65,22 +64,19 @@ class CopyKernel:
     """A compiled kernel. One thread at a time."""
 
     def __init__(self, driver: CudaDriver, shape: KernelShape) -> None:
-        """Compiles, about 0.3 s the first time in a process. Raises: MissingExtra, KvstoreError."""
+        """Compiles, about 0.3 s the first time on a machine. Raises: MissingExtra, KvstoreError."""
         major, minor = driver.compute_capability
         if shape.kind is KernelKind.BULK and major < 9:
             raise KvstoreError(f"bulk copies need compute capability 9.0, this device has {major}.{minor}")
-        image = _compiled(_defines(shape), f"sm_{major}{minor}")
         self._driver = driver
         self._shape = shape
-        self._function = driver.load_function(
-            image, f"copy_{shape.kind.value}", shared_bytes=shape.shared_bytes
-        )
+        self._kernel = _compiled(driver.device_index, shape)
 
     def launch(self, pieces: Pieces, stream: int) -> None:
         """Copies pieces of one size, at most MAX_PIECES, all aligned to 16 bytes, of memory that the device sees."""
         shape = self._shape
         self._driver.launch(
-            self._function,
+            self._kernel.kernel.ptr,
             ctas=shape.ctas,
             threads=shape.cta_threads,
             shared_bytes=shape.shared_bytes,
@@ -97,7 +93,7 @@ def _argument(pieces: Pieces) -> bytes:
     return pairs.tobytes() + struct.pack("<QQ", int(pieces.sizes[0]), len(pieces))
 
 
-def _defines(shape: KernelShape) -> tuple[bytes, ...]:
+def _defines(shape: KernelShape) -> tuple[str, ...]:
     assert 0 < shape.lag < shape.stages, "a stage that is loaded has been stored before"
     values = {
         "MAX_PIECES": MAX_PIECES,
@@ -106,38 +102,27 @@ def _defines(shape: KernelShape) -> tuple[bytes, ...]:
         "LAG": shape.lag,
         "THREADS": shape.threads,
     }
-    return tuple(f"-D{name}={value}".encode() for name, value in values.items())
+    return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
-@functools.cache
-def _compiled(defines: tuple[bytes, ...], architecture: str) -> bytes:
-    """Machine code of the source below. Raises: MissingExtra, KvstoreError with the compiler's first line."""
+def _compiled(device_index: int, shape: KernelShape) -> Any:
+    """The kernel as cupy compiles it for a device, or finds it compiled. Raises: as CopyKernel."""
     try:
-        from cuda.bindings import nvrtc
+        import cupy
     except ImportError:
-        raise MissingExtra("copy kernels need cuda-bindings: pip install 'kvstore[cuda]'") from None
-    options = [f"-arch={architecture}".encode(), b"-std=c++17", *defines]
-    program = _checked(nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"copy.cu", 0, [], []))
-    try:
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-            nvrtc.nvrtcGetProgramLog(program, log)
-            text = log.decode(errors="replace").strip().partition("\n")[0]
-            raise KvstoreError(f"the copy kernel does not compile: {code.name}: {text}")
-        image: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-        nvrtc.nvrtcGetCUBIN(program, image)
-        return image
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _checked(answer: tuple[Any, Any]) -> Any:
-    """The value behind a result code."""
-    code, value = answer
-    if int(code):
-        raise KvstoreError(f"NVRTC: {code}")
-    return value
+        raise MissingExtra("copy kernels need cupy: pip install 'kvstore[cuda]'") from None
+    with cupy.cuda.Device(device_index):
+        try:
+            module = cupy.RawModule(code=_SOURCE, options=("-std=c++17", *_defines(shape)), backend="nvrtc")
+            kernel = module.get_function(f"copy_{shape.kind.value}")
+            if shape.shared_bytes:
+                kernel.max_dynamic_shared_size_bytes = shape.shared_bytes
+            assert kernel.kernel.ptr, "loaded by asking"
+        except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as error:
+            raise KvstoreError(
+                f"the copy kernel does not compile: {str(error).strip().partition(chr(10))[0]}"
+            ) from None
+    return kernel
 
 
 _SOURCE = r"""

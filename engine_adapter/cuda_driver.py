@@ -25,7 +25,6 @@ U64 = NDArray[np.uint64]
 
 _OUT_OF_MEMORY = 2
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
-_MAX_DYNAMIC_SHARED_BYTES = 8
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
 _REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
@@ -134,6 +133,7 @@ class CudaDriver:
     def __init__(self, device_index: int) -> None:
         """Raises: FailedPrecondition where there is no driver or no such device."""
         self._cuda = _library()
+        self.device_index = device_index
         try:
             self._call("cuInit", 0)
             device = c_int()
@@ -274,15 +274,6 @@ class CudaDriver:
             byref(failed),
             stream,
         )
-
-    def load_function(self, image: bytes, name: str, *, shared_bytes: int) -> int:
-        """A kernel of a compiled module, which stays loaded. `shared_bytes`: dynamic shared memory that it may use."""
-        with self.current():
-            module, function = c_void_p(), c_void_p()
-            self._call("cuModuleLoadData", byref(module), image)
-            self._call("cuModuleGetFunction", byref(function), module, name.encode())
-            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
-        return function.value or 0
 
     def launch(
         self, function: int, *, ctas: int, threads: int, shared_bytes: int, stream: int, argument: bytes
