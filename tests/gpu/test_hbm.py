@@ -97,6 +97,33 @@ def test_mapping_what_is_there_takes_little(record_property: Callable[[str, obje
     assert each_s < 0.2
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4, 8])
+def test_mapping_several_extents_at_once(
+    threads: int, record_property: Callable[[str, object], None]
+) -> None:
+    """How long 16 GiB take by threads is printed; that each extent lies at its place is what must hold."""
+    from tiers.hbm import CudaDevice, HbmTier
+
+    device = CudaDevice()
+    first = HbmTier(device, 16 * GIB)
+    kept = [(extent, first.new_extent(GIB)) for extent in range(16)]
+    first.adopt_all([(extent, os.dup(fd), GIB) for extent, fd in kept])
+    for extent, _ in kept:
+        first.write(first.base + first.offset(extent), pattern(extent, MIB))
+    first.close()
+    second = HbmTier(device, 16 * GIB, map_threads=threads)
+    began = time.monotonic()
+    second.adopt_all([(extent, fd, GIB) for extent, fd in kept])
+    took_s = time.monotonic() - began
+    record_property(f"map_16_gib_by_{threads}_threads_s", took_s)
+    print(f"mapping 16 GiB by {threads} threads takes {took_s * 1000:.0f} ms")
+    for extent, _ in kept:
+        assert second.offset(extent) == extent * GIB
+        assert second.read(second.base + extent * GIB, MIB) == pattern(extent, MIB)
+    second.close()
+    device.close()
+
+
 def test_addresses_have_64_bits() -> None:
     """Page numbers times bytes a page went over 4 GiB in 32 bits, and blocks overwrote each other."""
     device = open_device(DeviceSpec(hbm_bytes=0, kind="cuda"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import threading
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class FakeCuda(ModuleType):
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
         super().__init__("fake cuda")
+        self._lock = threading.RLock()
         self.CUresult = CUresult
         self.CUdevice_attribute = SimpleNamespace(
             CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED="vmm"
@@ -72,10 +74,11 @@ class FakeCuda(ModuleType):
             return value
 
         def call(*arguments: Any) -> tuple[Any, ...]:
-            self.calls[name] += 1
-            if name in self.fail:
-                return (self.fail[name], None)
-            answer = value(*arguments)
+            with self._lock:
+                self.calls[name] += 1
+                if name in self.fail:
+                    return (self.fail[name], None)
+                answer = value(*arguments)
             return (answer,) if isinstance(answer, CUresult) else (CUresult.CUDA_SUCCESS, *answer)
 
         return call

@@ -54,6 +54,26 @@ def test_what_is_written_is_read(tier: DeviceTier) -> None:
     assert tier.extents() == {5: EXTENT, 2: EXTENT}
 
 
+def test_extents_that_come_together_lie_in_their_order(tier: DeviceTier) -> None:
+    made = [(extent, tier.new_extent(EXTENT), EXTENT) for extent in (7, 2, 9, 4)]
+    tier.adopt_all(made)
+    assert [tier.offset(extent) for extent, _, _ in made] == [place * EXTENT for place in range(4)]
+    for extent in (7, 2, 9, 4):
+        tier.write(tier.base + tier.offset(extent), pattern(extent, EXTENT))
+    for extent in (7, 2, 9, 4):
+        assert tier.read(tier.base + tier.offset(extent), EXTENT) == pattern(extent, EXTENT)
+
+
+def test_a_mistake_among_several_closes_every_descriptor(tier: DeviceTier) -> None:
+    add(tier, 1)
+    made = [(extent, tier.new_extent(EXTENT), EXTENT) for extent in (2, 1, 3)]
+    with pytest.raises(AlreadyExists):
+        tier.adopt_all(made)
+    for _, fd, _ in made:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+
+
 def test_a_hole_is_used_again_and_the_range_has_an_end(tier: DeviceTier) -> None:
     for extent in range(8):
         add(tier, extent)

@@ -5,6 +5,7 @@ The same contract over a real GPU: `test_device_tiers`.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from kvstore.errors import FailedPrecondition, InvalidArgument, MissingExtra, No
 from kvstore.units import GIB, MIB
 from tests.support.fake_cuda import GRANULARITY, CUresult, FakeCuda
 from tiers.base import DeviceTier, Sharing
-from tiers.hbm import CudaDevice, CudaError
+from tiers.hbm import CudaDevice, CudaError, HbmTier
 from tiers.twin import TwinDevice
 
 EXTENT = 2 * GRANULARITY
@@ -25,6 +26,7 @@ EXTENT = 2 * GRANULARITY
 def cuda() -> Iterator[FakeCuda]:
     """At the end of each test the driver has everything back."""
     fake = FakeCuda()
+    gc.collect()  # what earlier tests left to it closes descriptors
     before = len(os.listdir("/proc/self/fd"))
     yield fake
     assert (fake.handles, fake.mapped, fake.reserved) == ({}, {}, {})
@@ -90,6 +92,32 @@ def test_a_mapping_that_fails_leaves_nothing(cuda: FakeCuda, call: str) -> None:
     cuda.fail[call] = CUresult.CUDA_ERROR_NOT_SUPPORTED
     with pytest.raises((InvalidArgument, CudaError), match="CUDA_ERROR_NOT_SUPPORTED"):
         tier.adopt(1, fd, EXTENT)
+    assert (tier.extents(), cuda.mapped, cuda.handles) == ({}, {}, {})
+    tier.close()
+    device.close()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_several_extents_are_mapped_at_once_each_at_its_place(cuda: FakeCuda, threads: int) -> None:
+    device = CudaDevice(driver=cuda)
+    tier = HbmTier(device, 9 * EXTENT, map_threads=threads)
+    made = [(extent, tier.new_extent(EXTENT), EXTENT) for extent in (5, 3, 8, 1, 9, 2)]
+    tier.adopt_all(made)
+    assert [tier.offset(extent) for extent, _, _ in made] == [place * EXTENT for place in range(6)]
+    assert cuda.accessible == {tier.base + place * EXTENT for place in range(6)}
+    tier.adopt_all([])
+    tier.close()
+    device.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemImportFromShareableHandle"])
+def test_extents_of_which_one_fails_leave_no_descriptor(cuda: FakeCuda, call: str) -> None:
+    device = CudaDevice(driver=cuda)
+    tier = device.reserve(4 * EXTENT)
+    made = [(extent, tier.new_extent(EXTENT), EXTENT) for extent in range(3)]
+    cuda.fail[call] = CUresult.CUDA_ERROR_NOT_SUPPORTED
+    with pytest.raises((InvalidArgument, CudaError), match="CUDA_ERROR_NOT_SUPPORTED"):
+        tier.adopt_all(made)
     assert (tier.extents(), cuda.mapped, cuda.handles) == ({}, {}, {})
     tier.close()
     device.close()
