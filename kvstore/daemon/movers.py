@@ -235,7 +235,7 @@ class Movers:
         return await self._write_down(deadline_s, patience_s=deadline_s)
 
     async def drain(self, deadline_s: float) -> tuple[int, int]:
-        """As `flush`, for the daemon's end: a path that is out of service is given up once nothing else moves."""
+        """As `flush`, for the daemon's end: a path that is out of service, or fails all that it writes, is given up."""
         return await self._write_down(deadline_s, patience_s=_DRAIN_PATIENCE_S)
 
     async def _write_down(self, deadline_s: float, *, patience_s: float) -> tuple[int, int]:
@@ -245,12 +245,14 @@ class Movers:
         until_s = loop.time() + deadline_s
         wanted = self._owner.store.flush()
         self._owner.settle_soon()
-        left, moved_s = len(wanted), loop.time()
+        left, moved_s, failed = len(wanted), loop.time(), self._failed()
         while loop.time() < until_s and (
             (now := self._owner.store.left_of(wanted).coming) or not self._all_open
         ):
-            if now < left or self._all_answer:
-                left, moved_s = now, loop.time()
+            if now < left:
+                left, moved_s, failed = now, loop.time(), self._failed()
+            elif self._all_answer and self._failed() == failed:  # slow is not away
+                moved_s = loop.time()
             if loop.time() - moved_s >= patience_s:
                 break
             self._owner.settle_soon()
@@ -275,6 +277,10 @@ class Movers:
     def _all_answer(self) -> bool:
         """Whether every configured path is in service and none hangs."""
         return self._all_open and all(path.answers for path in self._paths.values())
+
+    def _failed(self) -> int:
+        """Blocks that a disk did not take, or give."""
+        return self.counters()["nvme_failed_blocks_total"]
 
     def _durable(self) -> int:
         """Blocks that storage has."""

@@ -20,10 +20,16 @@ LONG_S = 3.0
 
 
 class FakePath:
-    """One path; `make_durable` never returns where it hangs."""
+    """One path; `make_durable` never returns where it hangs. `fails`: blocks that it fails between looks."""
 
-    def __init__(self, *, in_service: bool, answers: bool) -> None:
+    def __init__(self, *, in_service: bool, answers: bool, fails: int = 0) -> None:
         self.in_service, self.answers = in_service, answers
+        self._fails, self._failed = fails, 0
+
+    @property
+    def counts(self) -> SimpleNamespace:
+        self._failed += self._fails
+        return SimpleNamespace(**{**dict.fromkeys(module._COUNTED, 0), "failed_blocks": self._failed})
 
     async def make_durable(self) -> None:
         if not self.answers:
@@ -103,6 +109,29 @@ def test_a_drain_waits_for_disks_that_are_well() -> None:
         rig = Rig(FakePath(in_service=True, answers=True), [3] * 12 + [0])
         took_s, (_, left) = await rig.timed(rig.movers.drain(30.0))
         assert took_s > 2 * PATIENCE_S, "slow is not away"
+        assert left == 0
+
+    asyncio.run(work())
+
+
+def test_a_drain_gives_a_disk_up_that_fails_every_write() -> None:
+    """With a full disk, or its folder gone, SIGTERM took the whole drain deadline: 30 s of writes that all failed."""
+
+    async def work() -> None:
+        rig = Rig(FakePath(in_service=True, answers=True, fails=1), [3])
+        took_s, (_, left) = await rig.timed(rig.movers.drain(30.0))
+        assert took_s < LONG_S
+        assert left == 3
+
+    asyncio.run(work())
+
+
+def test_a_drain_goes_on_while_some_writes_succeed() -> None:
+    async def work() -> None:
+        rig = Rig(
+            FakePath(in_service=True, answers=True, fails=1), [9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 3, 2, 1, 0]
+        )
+        _, (_, left) = await rig.timed(rig.movers.drain(30.0))
         assert left == 0
 
     asyncio.run(work())
