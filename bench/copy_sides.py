@@ -139,6 +139,7 @@ class CudaBed:
         made = CudaCopier(self._device_index, routes=routes or DEFAULT_ROUTES, limits=limits)
         for address in self._dram.values():
             made.register(address, self._nbytes)
+        made.pin(np.array(list(self._dram.values()), dtype=np.uint64))
         self._copier = made
         return made
 

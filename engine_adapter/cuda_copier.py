@@ -20,6 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
 from engine_adapter.copy_kernel import CopyKernel
 from engine_adapter.copy_lanes import Lanes, MakesKernel
@@ -31,6 +34,8 @@ from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
 __all__ = ["CopyLimits", "CudaCopier"]
+
+U64 = NDArray[np.uint64]
 
 _LOG = logging.getLogger("kvstore.copier")
 _GRACE_S = 5.0
@@ -65,6 +70,10 @@ class CudaCopier:
     def unregister(self, address: int) -> None:
         """Host memory is about to be unmapped. Also after `close`."""
         self._host.unregister(address)
+
+    def pin(self, addresses: U64) -> None:
+        """Returns once the registered memory with these addresses is pinned, or cannot be."""
+        self._host.pin(addresses)
 
     def pin_ahead(self) -> None:
         """Has all registered memory pinned by a thread of its own. Without it, the first copy has that begin."""

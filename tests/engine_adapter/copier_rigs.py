@@ -68,7 +68,7 @@ class HostRig:
         side = self.device(blocks)
         if isinstance(self.copier, CudaCopier):
             self.copier.register(int(side.addresses[0]), blocks.nbytes)
-            self.copier._host.pin(side.addresses)
+            self.copier.pin(side.addresses)
         return side
 
 
@@ -100,7 +100,7 @@ class GpuRig:
         memory[:] = blocks
         self._host.append(memory)
         self.copier.register(memory.ctypes.data, -(-memory.nbytes // 4096) * 4096)  # pages of nobody else
-        self.copier._host.pin(rows(memory))
+        self.copier.pin(rows(memory))
         return Blocks(addresses=rows(memory), nbytes=memory.shape[1], read=memory.copy)
 
     def free(self) -> None:
