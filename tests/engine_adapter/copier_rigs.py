@@ -179,6 +179,7 @@ class FakeDriver:
     compute_capability = (9, 0)
 
     def __init__(self, device_index: int = 0) -> None:
+        self.device_index = device_index
         self._ids = itertools.count(1)
         self._memory: dict[int, U8] = {}
         self._streams: dict[int, _Stream] = {}
