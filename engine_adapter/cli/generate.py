@@ -27,6 +27,7 @@ from kvstore.units import format_duration
 __all__ = ["generate", "read_prompt"]
 
 _NAME = "generate"
+_MAX_TIMEOUT_S = 86_400.0
 
 
 def generate(
@@ -65,6 +66,8 @@ def generate(
         seed=seed,
         stream=True,
     )
+    if not 0 < timeout <= _MAX_TIMEOUT_S:
+        raise InvalidArgument(f"--timeout is above 0 and at most {_MAX_TIMEOUT_S:,} seconds, not {timeout}")
     if worker is not None and (deterministic or no_cache):
         raise InvalidArgument("--deterministic and --no-cache belong to the worker: start it with them")
     flags = {
@@ -97,6 +100,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         prompt = _read(prompt_file)
     if not prompt.strip():
         raise InvalidArgument("the prompt is empty")
+    if any(
+        "\ud800" <= character <= "\udfff" for character in prompt
+    ):  # how Python shows bytes that are no text
+        raise InvalidArgument("the prompt is not UTF-8 text")
     return prompt.strip()
 
 

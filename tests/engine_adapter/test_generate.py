@@ -65,6 +65,12 @@ def test_a_worker_and_this_process_answer_alike(model_folder: Path, tmp_path: Pa
         (["--prompt-file", "nowhere.txt"], "cannot read the prompt nowhere.txt"),
         (["--prompt-file", "/"], "cannot read the prompt /: Is a directory"),
         (["--prompt", "  "], "the prompt is empty"),
+        (
+            ["--prompt", "a\udcff"],
+            "the prompt is not UTF-8 text",
+        ),  # a byte of the command line that is no text
+        (["--prompt", "x", "--timeout", "-1"], "--timeout is above 0"),
+        (["--prompt", "x", "--timeout", "nan"], "--timeout is above 0"),
         (["--prompt", "x", "--worker", "none.sock"], "no worker listens on none.sock"),
         (["--prompt", "x", "--worker", "none.sock", "--no-cache"], "belong to the worker"),
         (
