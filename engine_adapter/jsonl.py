@@ -190,7 +190,10 @@ def _result(raw: Mapping[str, object]) -> Result:
 
 def _object(line: bytes) -> dict[str, object]:
     try:
-        value = json.loads(line)
+        text = line.decode()  # json itself lets halves of surrogate pairs pass, which no answer can repeat
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"not a line of JSON: {error}") from error
     if not isinstance(value, dict):
@@ -216,7 +219,10 @@ def _number(raw: Mapping[str, object], key: str, default: float) -> float:
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidArgument(f"{key} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgument(f"{key} is too large") from None
 
 
 def _flag(raw: Mapping[str, object], key: str) -> bool:

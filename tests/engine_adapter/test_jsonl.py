@@ -17,6 +17,7 @@ from engine_adapter.jsonl import (
     encode_error,
     encode_request,
     encode_tokens,
+    peek_id,
 )
 from kvstore.errors import InvalidArgument, ResourceExhausted
 
@@ -57,6 +58,32 @@ def test_a_request_survives_its_line(request_: GenerateRequest) -> None:
 def test_a_wrong_line_is_named(raw: object, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
         decode_line(json.dumps(raw).encode())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        rb'{"id":"a","prompt":"x\ud800"}',
+        rb'{"id":"\uDFFF","prompt":"x"}',
+        b'{"id":"a","prompt":"x\xed\xa0\x80"}',
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(line: bytes) -> None:
+    """Such an id could not be answered: the client waited for ever, with those whose answers stood behind it."""
+    with pytest.raises(InvalidArgument, match="not a line of JSON"):
+        decode_line(line)
+    assert peek_id(line) == ""
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    line = decode_line(rb'{"id":"a","prompt":"\ud83d\ude00"}')
+    assert isinstance(line, GenerateRequest)
+    assert line.prompt == "\U0001f600"
+
+
+def test_a_number_beyond_all_floats_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="temperature is too large"):
+        decode_line(b'{"id":"a","prompt":"x","temperature":1' + b"0" * 400 + b"}")
 
 
 def test_what_is_no_json_is_refused() -> None:
