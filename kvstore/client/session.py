@@ -218,10 +218,6 @@ class Session:
         """One more local user."""
         self._state.share(self._state.hbm, slots)
 
-    def share_dram(self, slots: U32) -> None:
-        """One more local user."""
-        self._state.share(self._state.dram, slots)
-
     def drop_hbm(self, slots: U32) -> None:
         """One local user less; the next `step` releases what nobody uses."""
         self._state.drop(self._state.hbm, slots)
