@@ -23,7 +23,11 @@ def admin_path(socket_path: str) -> str:
 
 
 class Sockets:
-    """Holds the lock that makes one daemon the owner of a socket path, and removes what it made."""
+    """Holds the lock that makes one daemon the owner of a socket path, and removes what it made.
+
+    The lock file holds the pid of the daemon that has the lock, so that the next one can say whom to stop: a keeper
+    that somebody killed leaves a daemon that no terminal shows any more.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         """Makes the directory (0700) where it is missing and takes the lock.
@@ -39,11 +43,10 @@ class Sockets:
             )
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise AlreadyExists(
-                f"socket in use: another daemon listens on {config.socket}; stop it, or choose another --socket"
-            ) from None
+            raise AlreadyExists(_in_use(config.socket, _holder(self._lock))) from None
         except OSError as error:
             raise ConfigError(f"socket: cannot use {config.socket}: {error.strerror}") from None
+        _write_pid(self._lock)
         for path in self._all():
             _remove_stale(path)
 
@@ -89,7 +92,34 @@ class Sockets:
         """Removes the sockets. The lock file stays: removing it would let two daemons lock two files of one name."""
         for path in self._all():
             path.unlink(missing_ok=True)
+        os.ftruncate(self._lock, 0)
         os.close(self._lock)
+
+
+def _write_pid(lock: int) -> None:
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+    except OSError:  # a full disk: the lock itself holds, only the pid cannot be named
+        pass
+
+
+def _holder(lock: int) -> int | None:
+    """The daemon that has the lock, as far as the file says; a pid of nobody is one that could not be replaced."""
+    try:
+        pid = int(os.pread(lock, 32, 0))
+        if pid > 1:
+            os.kill(pid, 0)
+            return pid
+    except (OSError, OverflowError, ValueError):
+        pass
+    return None
+
+
+def _in_use(path: str, pid: int | None) -> str:
+    if pid is None:
+        return f"socket in use: another daemon listens on {path}; stop it, or choose another --socket"
+    return f"socket in use: daemon {pid} listens on {path}; stop it with `kill {pid}`, or choose another --socket"
 
 
 def _group_id(name: str | None) -> int | None:
