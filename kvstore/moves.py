@@ -21,7 +21,6 @@ __all__ = [
     "U32",
     "U64",
     "ClearResult",
-    "DroppedDevice",
     "Explanation",
     "ExtentId",
     "ExtentInfo",
@@ -210,14 +209,6 @@ class ExtentInfo:
     slots: int
     free_slots: int
     identity: int  # HBM: digest of the device that its blocks were written on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedDevice:
-    """What dropping a device's HBM freed."""
-
-    extents: tuple[ExtentInfo, ...]  # no longer in the table: the shell closes their descriptors
-    kept_bytes: int  # extents that stay, because a live session maps them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,6 @@ from kvstore.moves import (
     U32,
     U64,
     ClearResult,
-    DroppedDevice,
     Explanation,
     ExtentId,
     ExtentInfo,
@@ -186,25 +185,6 @@ class Store:
     def extents(self, tier: Tier) -> list[ExtentInfo]:
         """Extents of a tier."""
         return [reporting.extent_info(self._state, extent) for extent in self._state.extents.of(tier)]
-
-    def orphans(self, device: int) -> list[ExtentInfo]:
-        """HBM extents of a device that no session, in whatever state, maps."""
-        mapped = {key for session in self._state.sessions if (key := session.hbm_key) is not None}
-        return [
-            info
-            for info in self.extents(Tier.HBM)
-            if info.device == device
-            and not any(key.device == device and key.slot_bytes == info.slot_bytes for key in mapped)
-        ]
-
-    def drop_device(self, device: int, now_ms: int) -> DroppedDevice:
-        """Drops the orphans of a device; the caller closes their descriptors."""
-        dropped = tuple(self.orphans(device))
-        for info in dropped:
-            self.drop_extent(info.extent)
-        self.tick(now_ms)
-        kept = sum(info.nbytes for info in self.extents(Tier.HBM) if info.device == device)
-        return DroppedDevice(extents=dropped, kept_bytes=kept)
 
     # ------------------------------------------------------------ sessions
 

@@ -178,9 +178,10 @@ def test_orphan_hbm_is_not_evicted_but_dropped() -> None:
     large = rig.attach(slot_bytes=2 * PAGE)
     grant = rig.acquire(large, chain(1, seed=1))
     assert grant.outcomes.tolist() == [Outcome.NO_SLOT]  # another class: its memory is not this
-    assert [info.nbytes for info in rig.store.orphans(0)] == [4 * PAGE]
-    dropped = rig.store.drop_device(0, rig.now_ms)
-    assert (len(dropped.extents), dropped.kept_bytes) == (1, 0)
+    (orphan,) = rig.store.extents(Tier.HBM)
+    assert orphan.nbytes == 4 * PAGE
+    rig.store.drop_extent(orphan.extent)
+    rig.store.tick(rig.now_ms)
     assert rig.store.stats().rows == 0
     rig.check()
     assert rig.store.explain(namespace=rig.namespaces[one], hashes=chain(1)).cause == "dropped"
