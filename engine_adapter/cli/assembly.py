@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine_adapter.base import BlockManager
 from engine_adapter.budget import hbm_bytes
 from engine_adapter.engine.device import compute_dtype, device_index, device_name, resolve_device
+from engine_adapter.engine.parallel.shard_config import shard_config
 from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
@@ -154,12 +155,10 @@ def _several_devices(
         first = device_index(settings.device)
         for index in range(first, first + worker.tensor_parallel):
             resolve_device(f"cuda:{index}")
-    tell("loading torch")
-    from engine_adapter.engine.parallel.shard import shard_config
-
     shard = replace(source, config=shard_config(source.config, worker.tensor_parallel))
     pages = _num_pages(options, shard, settings)
     settings = replace(settings, max_tokens=pages * worker.block_tokens)
+    tell("loading torch")
     run = _in_own_memory if options.store is None else _over_the_store
     with run(options, source, settings, pages, tell) as engine:
         yield _Loaded(engine=engine)
@@ -175,7 +174,6 @@ def _in_own_memory(
 ) -> Iterator[Engine]:
     from engine_adapter.engine.engine import Engine
     from engine_adapter.engine.parallel.opening import open_parallel
-    from engine_adapter.engine.parallel.shard import shard_config
 
     worker = options.worker
     shard = replace(source, config=shard_config(source.config, worker.tensor_parallel))

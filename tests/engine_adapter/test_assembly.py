@@ -1,5 +1,6 @@
 """Engines put together from the configuration."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,15 @@ def test_memory_that_holds_no_block_is_refused() -> None:
         open_engine(options(hbm="1MiB", block_tokens="1024"), lambda _: None),
     ):
         pass
+
+
+def test_heads_that_cannot_be_shared_are_refused_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That eight heads do not go into three shards was said only after torch had been imported, for seconds."""
+    monkeypatch.setitem(sys.modules, "torch", None)  # whoever imports it now fails otherwise
+    told: list[str] = []
+    with (
+        pytest.raises(ConfigError, match="num_heads 8 cannot be shared evenly by 3"),
+        open_engine(options(tensor_parallel="3"), told.append),
+    ):
+        pass
+    assert not told

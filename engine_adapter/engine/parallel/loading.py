@@ -8,7 +8,8 @@ import torch
 from engine_adapter.engine.loader import LoadedModel, load_model
 from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.parallel.group import GroupSums, join_group
-from engine_adapter.engine.parallel.shard import Shard, shard_config, shard_weights
+from engine_adapter.engine.parallel.shard import Shard, shard_weights
+from engine_adapter.engine.parallel.shard_config import shard_config
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource
 

@@ -17,7 +17,8 @@ from engine_adapter.engine.parallel.loading import LoadedShard, load_shard
 from engine_adapter.engine.parallel.member import M, Member, MemberPlan, spawn_members
 from engine_adapter.engine.parallel.messages import Table, same_numbers
 from engine_adapter.engine.parallel.runner import ParallelRunner
-from engine_adapter.engine.parallel.shard import Shard, shard_config
+from engine_adapter.engine.parallel.shard import Shard
+from engine_adapter.engine.parallel.shard_config import shard_config
 from engine_adapter.engine.runner import Runner
 from engine_adapter.engine.runners import make_shard_runner
 from engine_adapter.engine.settings import EngineSettings

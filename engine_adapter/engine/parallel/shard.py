@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engine_adapter.engine.config import ModelConfig
+from engine_adapter.engine.parallel.shard_config import shard_config
 from engine_adapter.engine.weights import LayerWeights, ModelWeights
 from kvstore.errors import ConfigError
 
-__all__ = ["Shard", "shard_config", "shard_weights"]
+__all__ = ["Shard", "shard_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +29,6 @@ class Shard:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"no shard {self.rank} of {self.size}")
-
-
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """What a shard of this model is. ConfigError where heads or MLP cannot be shared evenly by `size`."""
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        value = getattr(config, name)
-        if value % size:
-            raise ConfigError(f"tensor_parallel: {name} {value} cannot be shared evenly by {size}")
-    return replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
-    )
 
 
 def shard_weights(weights: ModelWeights, config: ModelConfig, shard: Shard) -> ModelWeights:

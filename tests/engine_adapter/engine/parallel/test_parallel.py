@@ -14,7 +14,8 @@ from engine_adapter.engine.engine import Engine
 from engine_adapter.engine.loader import load_model
 from engine_adapter.engine.parallel.messages import PREPARE, StepReader, StepWriter, receive, send
 from engine_adapter.engine.parallel.opening import open_parallel
-from engine_adapter.engine.parallel.shard import Shard, shard_config, shard_weights
+from engine_adapter.engine.parallel.shard import Shard, shard_weights
+from engine_adapter.engine.parallel.shard_config import shard_config
 from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.request import UNKNOWN, Chunk, Request
 from engine_adapter.engine.sampler import SamplingParams
