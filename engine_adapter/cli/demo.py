@@ -69,7 +69,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON on stdout.")] = False,
 ) -> None:
     """Show a long prompt answered slowly once, and at once ever after, whatever is killed."""
-    prompt = _shipped_prompt() if prompt_file is None else read_prompt(None, prompt_file)
+    prompt = _shipped_prompt() if prompt_file is None else read_prompt(None, prompt_file).strip()
     slot_bytes = model_geometry(find_model(model), block_tokens=block_tokens, dtype="float32").slot_bytes
     model_path = model if not Path(model).exists() else str(Path(model).resolve())
     with (

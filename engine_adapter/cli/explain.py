@@ -77,4 +77,6 @@ def _tokens(source: ModelSource, text: str, *, raw: bool) -> list[int]:
     from engine_adapter.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(source)
-    return tokenizer.encode(text) if raw else tokenizer.encode_chat([{"role": "user", "content": text}])
+    if raw:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text.strip()}])

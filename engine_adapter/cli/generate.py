@@ -58,7 +58,7 @@ def generate(
     request = GenerateRequest(
         id=_NAME,
         prompt=text if raw else None,
-        messages=None if raw else (Message(role="user", content=text),),
+        messages=None if raw else (Message(role="user", content=text.strip()),),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -92,7 +92,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt's text, stripped. Raises InvalidArgument with what to do."""
+    """The prompt's text as it is. Raises InvalidArgument with what to do."""
     if (prompt is None) == (prompt_file is None):
         raise InvalidArgument("give --prompt TEXT or --prompt-file FILE")
     if prompt is None:
@@ -104,7 +104,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         "\ud800" <= character <= "\udfff" for character in prompt
     ):  # how Python shows bytes that are no text
         raise InvalidArgument("the prompt is not UTF-8 text")
-    return prompt.strip()
+    return prompt
 
 
 def _read(path: Path) -> str:

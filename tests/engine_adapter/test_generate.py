@@ -39,6 +39,14 @@ def test_in_process_json_has_the_promised_fields(model_folder: Path, tmp_path: P
     assert report["cached_tokens"] == 0
 
 
+def test_a_raw_prompt_is_continued_as_it_stands(model_folder: Path) -> None:
+    """Spaces and line ends at both ends of a raw prompt were dropped: other tokens than those that were given."""
+    text = "  def f(x):\n    "
+    done = generate("--model", str(model_folder), "--no-cache", "--prompt", text, "--json", "--raw")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt_tokens"] == len(text)
+
+
 def test_a_worker_and_this_process_answer_alike(model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "w.sock"
     worker = start(model_folder, path)
