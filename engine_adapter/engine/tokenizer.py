@@ -22,10 +22,6 @@ class TextTokenizer:
         self._template = template
         self._bos_token_id = bos_token_id
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt; the spelling of a special token in the text becomes that token."""
         ids: list[int] = self._tokenizer.encode(text).ids

@@ -85,7 +85,6 @@ def test_the_window_of_a_stream_is_bounded(tokenizer: TextTokenizer) -> None:
 
 
 def test_a_chat_becomes_the_templates_tokens(tokenizer: TextTokenizer) -> None:
-    assert tokenizer.has_chat_template
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert ids[0] == 257
     assert tokenizer.decode(ids) == "user\nhi\n"
