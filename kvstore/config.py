@@ -8,6 +8,7 @@ file, `KVSTORE_DRAM=8GiB` in the environment and `--dram 8GiB` on the command li
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -187,6 +188,12 @@ class ServeConfig:
         _require(len(self.nvme) <= MAX_NVME_PATHS, "nvme", f"at most {MAX_NVME_PATHS} paths")
         paths = [place.path for place in self.nvme]
         _require(len(set(paths)) == len(paths), "nvme", "the same path is given twice")
+        for path, other in itertools.permutations(paths, 2):
+            _require(
+                not path.startswith(f"{other.rstrip('/')}/"),
+                "nvme",
+                f"{path} lies in {other}; give one beside it",
+            )
         _require(0 <= self.nvme_threads <= 64, "nvme_threads", "must be from 0 (probe) to 64")
         _require(1 <= self.devices <= 64, "devices", "must be from 1 to 64")
         _require(1_024 <= self.max_rows < 1 << 31, "max_rows", "must be from 1024 to 2147483647")

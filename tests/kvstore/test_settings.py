@@ -111,6 +111,11 @@ def test_nvme_in_one_text_and_an_empty_variable() -> None:
         ("flags", {"dramm": "1GiB"}, "flag: unknown key 'dramm'; did you mean 'dram'?"),
         ("flags", {"tcp": "7440"}, "flag: tcp: '7440' is not host:port, for example 127.0.0.1:7440"),
         ("flags", {"nvme": ["/a:1GiB", "/a:2GiB"]}, "flag: nvme: the same path is given twice"),
+        (
+            "flags",
+            {"nvme": ["/a/b:1GiB", "/ab:1GiB", "/a:2GiB"]},
+            "flag: nvme: /a/b lies in /a; give one beside it",
+        ),
         ("flags", {"nvme": ["a:1GiB"]}, "flag: nvme: the path 'a' must be absolute"),
         ("flags", {"nvme": ["/a:1MiB"]}, "flag: nvme: 1MiB for /a is too little: at least 64MiB"),
         ("environ", {"KVSTORE_NVME": "/a"}, "environment KVSTORE_NVME: nvme: '/a' is not path:size, like "),

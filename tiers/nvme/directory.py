@@ -106,6 +106,7 @@ class NvmeDirectory:
         Raises ConfigError where it cannot be ours, AlreadyExists while another daemon or its mover has it.
         """
         directory = Path(path)
+        _refuse_nested(directory)
         made = [folder for folder in (directory, *directory.parents) if not folder.exists()][::-1]
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -206,6 +207,29 @@ def _remove(made: Sequence[Path]) -> None:
                 path.rmdir()
             else:
                 path.unlink(missing_ok=True)
+
+
+def _refuse_nested(directory: Path) -> None:
+    """Raises ConfigError where a path lies in another, or has one in it: each would find files that are not its own."""
+    real = Path(os.path.realpath(directory))
+    outer = next((folder for folder in real.parents if _is_path(folder)), None)
+    if outer is not None:
+        raise ConfigError(
+            f"nvme: {directory} lies in {outer}, which is itself a path of kvstore; give a folder beside it"
+        )
+    if not _is_path(real):
+        return  # a folder with anything else in it is refused by `_claim`
+    for folder, names, _ in os.walk(real):
+        for name in names:
+            if _is_path(Path(folder, name)):
+                raise ConfigError(
+                    f"nvme: {directory} has another path of kvstore in it, {folder}/{name}; move that one out"
+                )
+
+
+def _is_path(folder: Path) -> bool:
+    """Whether a folder is, or was, a path of some kvstore."""
+    return all(os.path.isfile(folder / name) for name in (_LOCK, _SECRET))
 
 
 def _claim(directory: Path) -> None:

@@ -64,6 +64,38 @@ def test_somebodys_files_are_not_touched(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "thesis.txt"]
 
 
+def _used(path: Path) -> None:
+    """As a daemon leaves it."""
+    NvmeDirectory.open(path).close()
+    keep_secret(path, bytes(32))
+
+
+def test_a_path_in_another_is_refused(tmp_path: Path) -> None:
+    """Two daemons took /d and /d/x: each counted the other's room as its own, and emptying one emptied both."""
+    outer = tmp_path / "d"
+    _used(outer)
+    (tmp_path / "link").symlink_to(outer)
+    for inner in (outer / "x", outer / "x" / "y", outer / "index", tmp_path / "link" / "x"):
+        with pytest.raises(ConfigError, match=r"lies in .*/d, which is itself a path"):
+            NvmeDirectory.open(inner)
+    assert sorted(entry.name for entry in outer.iterdir()) == ["lock", "secret"]
+    _used(tmp_path / "e")
+    NvmeDirectory.open(outer).close()
+
+
+def test_a_path_that_has_another_in_it_is_refused(tmp_path: Path) -> None:
+    """It was opened where an earlier daemon, or a move of folders, had put one into it."""
+    _used(tmp_path / "d")
+    _used(tmp_path / "x")
+    (tmp_path / "d" / "z").mkdir()
+    (tmp_path / "x").rename(tmp_path / "d" / "z" / "x")
+    with pytest.raises(ConfigError, match=r"another path of kvstore in it, .*/d/z/x"):
+        NvmeDirectory.open(tmp_path / "d")
+    _used(tmp_path / "new" / "x")
+    with pytest.raises(ConfigError, match="holds other files"):
+        NvmeDirectory.open(tmp_path / "new")
+
+
 def test_a_path_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot use"):
