@@ -68,7 +68,7 @@ def interference(
         str, typer.Option("--decode", help="`engine`, or `graph`: what a step reads, without the engine.")
     ] = "engine",
 ) -> None:
-    """How much decode slows down while blocks are copied to DRAM without a pause, by size of slot."""
+    """How much decode slows down while blocks are copied to DRAM: as decode fills them, and without a pause."""
     plan = interference_bench.plan_for(device, short=short)
     with progress() as say:
         result = asdict(interference_bench.measure(plan, say, device=device, model=model, decode=decode))

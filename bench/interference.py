@@ -3,7 +3,8 @@
 Decode is the bundled engine over pages of random numbers (`engine`), or what such a step reads and multiplies without
 the engine around it (`graph`: a CUDA graph of products and reductions in the shape of an 8B model). Phases with and
 without stores take turns, and which goes first changes; the slowdown is the median over the rounds of 1 - tokens/s with
-stores / tokens/s without. Stores run at whatever rate the copier reaches beside decode, which is stated too.
+stores / tokens/s without. Two rates of stores: `sealed`, what this decode fills itself, as a worker that writes through
+stores it, and `saturating`, whatever the copier reaches without a pause; what was reached is stated.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bench.copy_sides import CopyBed, open_bed
 from bench.copy_tune import candidates
-from bench.offload import Offload
+from bench.offload import Offload, SealedOffload, Stores
 from bench.prompts import random_prompt
 from bench.report import Figure
 from bench.shapes import EnginePlan, default_model, open_bench_engine
@@ -35,6 +37,7 @@ __all__ = [
     "InterferenceCell",
     "InterferencePlan",
     "InterferenceResult",
+    "Rate",
     "figures",
     "measure",
     "plan_for",
@@ -44,9 +47,21 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _DEFAULT_ROUTE = "default"
 
 
+class Rate(StrEnum):
+    """How fast blocks are stored beside decode."""
+
+    SEALED = "sealed"
+    """As decode fills them."""
+    SATURATING = "saturating"
+    """Without a pause."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferencePlan:
-    """Sizes of one run. `routes`: by bytes of a slot, candidates of `bench.copy_tune` tried beside the default."""
+    """Sizes of one run.
+
+    `routes`: by bytes of a slot, candidates of `bench.copy_tune` tried beside the default, saturating.
+    """
 
     slot_bytes: tuple[int, ...] = (64 * _KIB, 256 * _KIB, 4 * _MIB)
     routes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -73,18 +88,21 @@ CPU = InterferencePlan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """Something that decodes: `run(steps)` gives tokens a second."""
+    """Something that decodes: `run(steps, stepped)` gives tokens a second, and calls `stepped(tokens)` after a step."""
 
     name: str
-    run: Callable[[int], float]
+    token_bytes: int
+    """Keys and values of one token."""
+    run: Callable[[int, Callable[[int], None]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceCell:
-    """One size of slot and route."""
+    """One size of slot, route and rate of stores."""
 
     slot_bytes: int
     route: str
+    rate: Rate
     quiet_tokens_per_s: float
     storing_tokens_per_s: float
     slowdown: float
@@ -110,10 +128,14 @@ def plan_for(device: str, *, short: bool) -> InterferencePlan:
 
 
 def figures(result: Mapping[str, Any]) -> list[Figure]:
-    """Of `asdict(InterferenceResult)`. The bounds are stated for one H200 and the default routes."""
+    """Of `asdict(InterferenceResult)`. The bounds are stated for one H200 and the default routes, at either rate.
+
+    Cells of a result that names no rate are saturating.
+    """
     found = []
     for cell in result["cells"]:
-        name = f"{cell['slot_bytes'] // _KIB:,} KiB, {cell['route']}"
+        rate = cell.get("rate", Rate.SATURATING)
+        name = f"{cell['slot_bytes'] // _KIB:,} KiB, {cell['route']}, {rate}"
         found += [
             Figure(
                 name=f"{name}: slower by",
@@ -151,9 +173,9 @@ def measure(
         openers[decode](plan, name, model, say) as made,
     ):
         cells = [
-            _cell(bed, plan, made, slot_bytes, route, say)
+            _cell(bed, plan, made, slot_bytes, route, rate, say)
             for slot_bytes in plan.slot_bytes
-            for route in (_DEFAULT_ROUTE, *plan.routes.get(slot_bytes, ()))
+            for route, rate in _loads(plan, slot_bytes)
         ]
     return InterferenceResult(
         device=name,
@@ -162,6 +184,15 @@ def measure(
         context_tokens=plan.context_tokens,
         cells=tuple(cells),
     )
+
+
+def _loads(plan: InterferencePlan, slot_bytes: int) -> list[tuple[str, Rate]]:
+    """Routes and rates of the cells of one size."""
+    return [
+        (_DEFAULT_ROUTE, Rate.SEALED),
+        (_DEFAULT_ROUTE, Rate.SATURATING),
+        *((route, Rate.SATURATING) for route in plan.routes.get(slot_bytes, ())),
+    ]
 
 
 def _index(device: str) -> int:
@@ -174,28 +205,35 @@ def _cell(
     decode: Decode,
     slot_bytes: int,
     route: str,
+    rate: Rate,
     say: Callable[[str], None],
 ) -> InterferenceCell:
-    say(f"{decode.name}, slots of {slot_bytes:,} bytes, {route}")
+    say(f"{decode.name}, slots of {slot_bytes:,} bytes, {route}, {rate}")
     copier = bed.copier(None if route == _DEFAULT_ROUTE else candidates()[route])
-    offload = Offload(bed, copier, slot_bytes, plan.batch_bytes)
+    offload: Stores = (
+        SealedOffload(bed, copier, slot_bytes, decode.token_bytes)
+        if rate is Rate.SEALED
+        else Offload(bed, copier, slot_bytes, plan.batch_bytes)
+    )
     rates: list[float] = []
 
     def storing() -> float:
         offload.start()
         try:
-            return decode.run(plan.steps)
+            return decode.run(plan.steps, offload.stepped)
         finally:
             rates.append(offload.stop())
 
     def quiet() -> float:
-        return decode.run(plan.steps)
+        return decode.run(plan.steps, lambda _: None)
 
     quiets: list[float] = []
     storings: list[float] = []
-    offload.start()  # not counted: the first stores have the host's memory pinned
-    decode.run(plan.steps // 2)
-    offload.stop()
+    # Not counted: all of the host's memory is pinned, by stores of all of it.
+    warm_up = Offload(bed, copier, slot_bytes, plan.batch_bytes)
+    warm_up.start()
+    decode.run(plan.steps // 2, warm_up.stepped)
+    warm_up.stop()
     for i in range(plan.rounds):
         for side, times in ((quiet, quiets), (storing, storings))[:: 1 if i % 2 else -1]:
             times.append(side())
@@ -203,6 +241,7 @@ def _cell(
     return InterferenceCell(
         slot_bytes=slot_bytes,
         route=route,
+        rate=rate,
         quiet_tokens_per_s=median(quiets),
         storing_tokens_per_s=median(storings),
         slowdown=median([1 - loaded / free for free, loaded in zip(quiets, storings, strict=True)]),
@@ -212,7 +251,7 @@ def _cell(
 
 def _phases(plan: InterferencePlan) -> int:
     """Steps that all cells take together."""
-    cells = sum(1 + len(plan.routes.get(slot_bytes, ())) for slot_bytes in plan.slot_bytes)
+    cells = sum(len(_loads(plan, slot_bytes)) for slot_bytes in plan.slot_bytes)
     return cells * (plan.steps // 2 + 2 * plan.rounds * plan.steps)
 
 
@@ -245,15 +284,23 @@ def _engine(
     for _ in range(8):
         engine.step()
 
-    def run(steps: int) -> float:
+    def run(steps: int, stepped: Callable[[int], None]) -> float:
         start = time.perf_counter()
-        count = sum(len(output.token_ids) for _ in range(steps) for output in engine.step())
+        count = 0
+        for _ in range(steps):
+            tokens = sum(len(output.token_ids) for output in engine.step())
+            stepped(tokens)
+            count += tokens
         taken = time.perf_counter() - start
         if count != plan.batch * steps:
             raise KvstoreError(f"{plan.batch} requests gave {count} tokens in {steps} steps: not all decoded")
         return count / taken
 
-    yield Decode(name=f"engine {model}", run=run)
+    yield Decode(
+        name=f"engine {model}",
+        token_bytes=setup.config.kv_token_bytes(setup.itemsize),
+        run=run,
+    )
 
 
 @contextmanager
@@ -267,16 +314,17 @@ def _graph(
     import torch
 
     say("drawing what a step reads")
-    step = _reading_step(torch.device(device), plan.batch, plan.context_tokens)
+    step, token_bytes = _reading_step(torch.device(device), plan.batch, plan.context_tokens)
     replay = step if device == "cpu" else _captured(step, torch.device(device))
 
-    def run(steps: int) -> float:
+    def run(steps: int, stepped: Callable[[int], None]) -> float:
         start = time.perf_counter()
         for _ in range(steps):
             replay()
+            stepped(plan.batch)
         return plan.batch * steps / (time.perf_counter() - start)
 
-    yield Decode(name="graph", run=run)
+    yield Decode(name="graph", token_bytes=token_bytes, run=run)
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -297,7 +345,8 @@ def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], No
     return replay
 
 
-def _reading_step(device: torch.device, batch: int, context_tokens: int) -> Callable[[], None]:
+def _reading_step(device: torch.device, batch: int, context_tokens: int) -> tuple[Callable[[], None], int]:
+    """A step, and the bytes that it reads of one token of context."""
     import torch
 
     cpu = device.type == "cpu"
@@ -316,4 +365,4 @@ def _reading_step(device: torch.device, batch: int, context_tokens: int) -> Call
             for left, right in zip(inputs, weights[layer], strict=True):
                 torch.mm(left, right)
 
-    return step
+    return step, layers * (hidden // 2) * dtype.itemsize

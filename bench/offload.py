@@ -1,9 +1,13 @@
-"""Blocks copied from HBM to DRAM without a pause, as write-through does: the next batch from the completion of one."""
+"""Blocks copied from HBM to DRAM while something else runs: without a pause, or as many as decode itself seals.
+
+One thread starts a load, reports steps to it and stops it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +17,7 @@ from bench.copy_sides import CopyBed
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from kvstore.errors import DeadlineExceeded
 
-__all__ = ["Offload"]
+__all__ = ["Offload", "SealedOffload", "Stores"]
 
 U64 = NDArray[np.uint64]
 
@@ -21,18 +25,32 @@ _UNDER_WAY = 3
 _STOP_S = 30.0
 
 
-class Offload:
-    """Stores of scattered blocks, `_UNDER_WAY` batches at any time. One thread starts and stops it."""
+class Stores(Protocol):
+    """A load of stores."""
 
-    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, batch_bytes: int) -> None:
-        """`batch_bytes`: of one batch."""
+    def start(self) -> None:
+        """Begins."""
+        ...
+
+    def stepped(self, tokens: int) -> None:
+        """A step of decode has ended, and computed so many tokens."""
+        ...
+
+    def stop(self) -> float:
+        """Ends, and waits for what is under way; bytes a second since the start. Raises: DeadlineExceeded."""
+        ...
+
+
+class _Area:
+    """Scattered blocks of the area of stores, in turns, and what has become of those that were submitted."""
+
+    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int) -> None:
         self._copier = copier
         self._block_bytes = block_bytes
         area = bed.areas[Direction.STORE]
         places = placed(area.nbytes, block_bytes, "scattered")
         self._sources: U64 = places.device + np.uint64(area.source)
         self._targets: U64 = places.host + np.uint64(area.target)
-        self._batch_blocks = max(1, batch_bytes // block_bytes)
         self._at = 0
         self._changed = threading.Condition()
         self._running = False
@@ -41,15 +59,13 @@ class Offload:
         self._since = 0.0
 
     def start(self) -> None:
-        """Begins."""
+        """See Stores."""
         with self._changed:
-            self._running, self._blocks, self._under_way = True, 0, _UNDER_WAY
+            self._running, self._blocks = True, 0
         self._since = time.perf_counter()
-        for _ in range(_UNDER_WAY):
-            self._submit()
 
     def stop(self) -> float:
-        """Ends, and waits for what is under way; bytes a second since the start. Raises: DeadlineExceeded."""
+        """See Stores."""
         with self._changed:
             self._running = False
             taken = time.perf_counter() - self._since
@@ -58,11 +74,13 @@ class Offload:
                 raise DeadlineExceeded(f"stores were under way for more than {_STOP_S:g} s")
         return blocks * self._block_bytes / taken
 
-    def _submit(self) -> None:
+    def submit(self, most: int) -> int:
+        """One batch of at least one block and at most `most`, ending where the area does; its blocks."""
         with self._changed:
             begin = self._at
-            end = min(begin + self._batch_blocks, len(self._sources))
+            end = min(begin + most, len(self._sources))
             self._at = end % len(self._sources)
+            self._under_way += 1
         batch = CopyBatch(
             direction=Direction.STORE,
             sources=self._sources[begin:end],
@@ -72,13 +90,59 @@ class Offload:
         )
         taken = self._copier.submit(batch)
         assert taken, "the bound of a copier is above that of this benchmark"
+        return end - begin
+
+    def follow(self) -> None:
+        """What comes after a completed batch. On the copier's thread."""
 
     def _done(self, blocks: int) -> None:
         with self._changed:
             self._blocks += blocks
             running = self._running
-            if not running:
-                self._under_way -= 1
-                self._changed.notify()
         if running:
-            self._submit()
+            self.follow()
+        with self._changed:  # after the next one was submitted: `stop` sees no gap between the two
+            self._under_way -= 1
+            self._changed.notify()
+
+
+class Offload(_Area):
+    """Stores without a pause: `_UNDER_WAY` batches at any time, the next one from the completion of one."""
+
+    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, batch_bytes: int) -> None:
+        """`batch_bytes`: of one batch."""
+        super().__init__(bed, copier, block_bytes)
+        self._batch_blocks = max(1, batch_bytes // block_bytes)
+
+    def start(self) -> None:
+        """See Stores."""
+        super().start()
+        for _ in range(_UNDER_WAY):
+            self.follow()
+
+    def stepped(self, tokens: int) -> None:
+        """See Stores: they do not depend on it."""
+
+    def follow(self) -> None:
+        """The next batch."""
+        self.submit(self._batch_blocks)
+
+
+class SealedOffload(_Area):
+    """Stores of what decode fills: after a step as many blocks as its tokens make whole, over all sequences together.
+
+    So sequences fill their blocks at different times, as those do that began at different times.
+    """
+
+    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, token_bytes: int) -> None:
+        """`token_bytes`: keys and values of one token."""
+        super().__init__(bed, copier, block_bytes)
+        self._token_bytes = token_bytes
+        self._filled_bytes = 0
+
+    def stepped(self, tokens: int) -> None:
+        """See Stores."""
+        self._filled_bytes += tokens * self._token_bytes
+        blocks, self._filled_bytes = divmod(self._filled_bytes, self._block_bytes)
+        while blocks:
+            blocks -= self.submit(blocks)

@@ -10,8 +10,8 @@ import pytest
 
 from bench import copy_sides
 from bench.copy_sides import open_bed
-from bench.interference import CPU, figures, measure
-from bench.offload import Offload
+from bench.interference import CPU, Rate, figures, measure
+from bench.offload import Offload, SealedOffload
 from engine_adapter.copier import Direction
 from kvstore.errors import ConfigError
 
@@ -43,16 +43,44 @@ def test_stores_run_until_they_are_stopped_and_no_longer() -> None:
         copier.close(5.0)
 
 
+def test_stores_of_what_is_sealed_are_no_more_than_that() -> None:
+    with open_bed(1024 * KIB) as bed:
+        copier = bed.copier()
+        offload = SealedOffload(bed, copier, 64 * KIB, 24 * KIB)
+        offload.start()
+        for tokens, whole in ((2, 0), (1, 1), (32, 13), (1, 13), (2, 14), (64, 38)):
+            offload.stepped(tokens)  # 38 blocks are more than the area's 16: it is gone through again
+            deadline = time.monotonic() + 5.0
+            while copier.stats().stored_blocks != whole:  # type: ignore[union-attr]
+                assert time.monotonic() < deadline, f"not {whole} blocks after {tokens} more tokens"
+                time.sleep(0.001)
+        assert offload.stop() > 0
+        copier.close(5.0)
+
+
+def test_both_rates_are_held_to_the_bounds_and_older_results_are_saturating() -> None:
+    cell = {"slot_bytes": 256 * KIB, "route": "default", "slowdown": 0.5, "stored_gb_per_s": 50.0}
+    cells = [{**cell, "rate": "sealed"}, cell, {**cell, "route": "bulk 4", "rate": "saturating"}]
+    slower = figures({"device": "cuda:0", "cells": cells})[::2]
+    assert [figure.bound for figure in slower] == [0.03, 0.03, None]
+    assert [figure.name.split(", ")[2].split(":")[0] for figure in slower] == [
+        "sealed",
+        "saturating",
+        "saturating",
+    ]
+
+
 @pytest.mark.parametrize("decode", ["engine", "graph"])
 def test_decode_is_measured_with_and_without_stores(decode: str) -> None:
     result = asdict(measure(TINY, lambda _: None, device="cpu", decode=decode))
     assert result["decode"].startswith(decode)
-    (cell,) = result["cells"]
-    assert (cell["slot_bytes"], cell["route"]) == (64 * KIB, "default")
-    assert cell["quiet_tokens_per_s"] > 0
-    assert cell["storing_tokens_per_s"] > 0
-    assert cell["slowdown"] < 1
-    assert len(figures(result)) == 2
+    assert [cell["rate"] for cell in result["cells"]] == [Rate.SEALED, Rate.SATURATING]
+    for cell in result["cells"]:
+        assert (cell["slot_bytes"], cell["route"]) == (64 * KIB, "default")
+        assert cell["quiet_tokens_per_s"] > 0
+        assert cell["storing_tokens_per_s"] > 0
+        assert cell["slowdown"] < 1
+    assert len(figures(result)) == 4
     assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-copier"]
 
 
