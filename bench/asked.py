@@ -233,6 +233,8 @@ def _ask(
         if output.token_ids:
             times.append(time.monotonic())
             token_ids += output.token_ids
+        if output.error is not None:
+            raise output.error
         stats = output.stats
     assert stats is not None, "the last output has the statistics"
     steps = [later - earlier for earlier, later in pairwise(times[1:])]

@@ -20,11 +20,13 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.absence import Absence
 from engine_adapter.adoption import Adoption
 from engine_adapter.base import Admission, Pages, RequestId
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from engine_adapter.write_through import WriteThrough, copies
 from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
+from kvstore.errors import Unavailable
 from kvstore.identity import HashChain
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome
@@ -90,16 +92,21 @@ class KvstoreBlockManager:
         copier: Copier,
         *,
         patience_s: float = 5.0,
+        away_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`parts`: what makes this engine's KV interchangeable (kvstore/identity.py). Caller closes session and copier.
 
         `patience_s`: how long a request waits for blocks that other processes compute or load while none arrives. For
         those that a request of this engine computes it waits however long that takes: this engine is alive.
+
+        `away_s`: once the daemon has been away for so long, a request that needs more than the slots in hand fails.
         """
         self._session = session
         self._copier = copier
         self._patience_s = patience_s
+        self._away_s = away_s
+        self._absence = Absence(clock)
         self._clock = clock
         self._namespace: Namespace = session.open_namespace(parts)
         self._requests: dict[RequestId, _Request] = {}
@@ -284,7 +291,7 @@ class KvstoreBlockManager:
             self._admit(entry)
 
     def _start_without_answer(self, entry: _Request, num_tokens: int) -> None:
-        """The daemon is away: compute everything in slots of the credit, or ask again later."""
+        """The daemon is away: compute everything in slots of the credit, or ask again later; at last, fail."""
         self._wait_for_change(entry, retry_s=_RETRY_S)
         run = self._session.take_credit(self._blocks(num_tokens))
         if run is not None:
@@ -292,6 +299,8 @@ class KvstoreBlockManager:
             entry.sealed_blocks = 0
             entry.admission = Admission(cached_tokens=0, cached_by_tier={})
             self._admit(entry)
+        elif self._absence.seconds() >= self._away_s:
+            raise Unavailable("the daemon is away: start `kvstore serve`")
 
     def _admit(self, entry: _Request) -> None:
         entry.phase = _Phase.ADMITTED
@@ -359,15 +368,11 @@ class KvstoreBlockManager:
 
     def end_step(self) -> None:
         """See BlockManager."""
-        self.adoption.poll()
-        self._session.step()
-        self._absorb_events()
+        self._keep_in_touch()
 
     def wait(self, timeout_s: float) -> None:
         """See BlockManager."""
-        self.adoption.poll()
-        self._session.step()
-        self._absorb_events()
+        self._keep_in_touch()
         waiting = self._requests.values()
         retries = [
             entry.retry_at for entry in waiting if entry.phase is _Phase.QUEUED or self._may_go_on(entry)
@@ -376,6 +381,12 @@ class KvstoreBlockManager:
         self._session.wait(min(timeout_s, soonest))
 
     # ------------------------------------------------------------ parts
+
+    def _keep_in_touch(self) -> None:
+        self.adoption.poll()
+        self._session.step()
+        self._absorb_events()
+        self._absence.note(self._session.available)
 
     def _ready(self, prompt: NDArray[np.uint64]) -> int:
         """Leading blocks that are in memory."""

@@ -99,6 +99,9 @@ class BlockManager(Protocol):
 
         None means "not yet" (a load under way, no free pages, or another request is computing the same prefix): ask
         again at a later step. A None leaves nothing behind that hinders other requests. Never blocks.
+
+        Raises Unavailable where there is no use in asking again, with a line that a person can act on: the request is
+        to end with that error, and to be released.
         """
         ...
 

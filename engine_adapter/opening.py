@@ -38,6 +38,7 @@ class StorePlan:
     hbm_bytes: int
     device: str = "cpu"
     patience_s: float = 5.0
+    away_s: float = 30.0
     timeout_s: float = 5.0
     group: MemberGroup | None = None
 
@@ -63,7 +64,11 @@ class PendingBlockManager:
         if self._blocks is None:
             opened, plan = self._opening.result(), self._plan
             self._blocks = KvstoreBlockManager(
-                opened.session, plan.parts, opened.copier, patience_s=plan.patience_s
+                opened.session,
+                plan.parts,
+                opened.copier,
+                patience_s=plan.patience_s,
+                away_s=plan.away_s,
             )
         return self._blocks
 
@@ -90,6 +95,7 @@ def open_block_manager(
     hbm_bytes: int,
     device: str = "cpu",
     patience_s: float = 5.0,
+    away_s: float = 30.0,
     timeout_s: float = 5.0,
     group: MemberGroup | None = None,
 ) -> Iterator[KvstoreBlockManager]:
@@ -107,6 +113,7 @@ def open_block_manager(
         hbm_bytes=hbm_bytes,
         device=device,
         patience_s=patience_s,
+        away_s=away_s,
         timeout_s=timeout_s,
         group=group,
     )

@@ -46,7 +46,9 @@ class Answer:
         self._token_ids: list[int] = []
 
     def add(self, output: Output, now: float) -> Result | None:
-        """Takes one output; the result when it is the last."""
+        """Takes one output; the result when it is the last. Raises what the request failed with."""
+        if output.error is not None:
+            raise output.error
         if self._first_at is None and output.token_ids:
             self._first_at = now
         self._text.append(output.text)

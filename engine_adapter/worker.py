@@ -165,7 +165,11 @@ class _Server:
                 continue  # its connection has gone
             if live.stream and output.token_ids:
                 live.connection.send(encode_tokens(live.name, output.text, output.token_ids))
-            result = live.answer.add(output, now)
+            try:
+                result = live.answer.add(output, now)
+            except KvstoreError as error:
+                self._refused(output.request_id, error)
+                continue
             if result is not None:
                 del self._live[output.request_id]
                 live.connection.send(encode_done(live.name, result))

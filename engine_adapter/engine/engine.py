@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from engine_adapter.engine.sampler import SamplingParams, sample
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.token_buffer import TokenBuffer
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.faults import fault
 from kvstore.identity import packed_tokens
 
@@ -60,13 +60,17 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a step added to one request; with `finish` set it is the last, and `stats` are there."""
+    """What a step added to one request; with `finish` set it is the last, and `stats` are there.
+
+    `error`: why it failed, where `finish` says so.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     text: str
     finish: FinishReason | None = None
     stats: RequestStats | None = None
+    error: KvstoreError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,7 @@ class Engine:
         """Compute one step; what came out of it. Empty when nothing could run: see `idle_wait`."""
         outputs, self._held = self._held, []
         chunks = self._scheduler.schedule()
+        outputs += [self._fail(self._live[it.request.id], it.error) for it in self._scheduler.take_refused()]
         if chunks:
             self._launch(chunks)
         self._idle = not chunks and not self._in_flight
@@ -279,6 +284,9 @@ class Engine:
             request_id=live.request.id, token_ids=token_ids, text=text, finish=reason, stats=self._stats(live)
         )
 
+    def _fail(self, live: _Live, error: KvstoreError) -> Output:
+        return replace(self._finish(live, (), FinishReason.FAILED), error=error)
+
     def _stats(self, live: _Live) -> RequestStats:
         now, request, admission = self._clock(), live.request, live.request.admission
         first = now if live.first_token_at is None else live.first_token_at
@@ -301,7 +309,10 @@ class Engine:
             self.idle_wait()
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams) -> list[Completion]:
-        """Answer `prompts` together; answers in their order. Only when no other request is live."""
+        """Answer `prompts` together; answers in their order. Only when no other request is live.
+
+        Raises, when all have ended, what one of them failed with.
+        """
         if self.has_work:
             raise InvalidRequest("generate needs an engine without other requests")
         ids = [self.add_request(prompt, params) for prompt in prompts]
@@ -317,6 +328,8 @@ class Engine:
 
 def _join(outputs: list[Output]) -> Completion:
     last = outputs[-1]
+    if last.error is not None:
+        raise last.error
     assert last.finish is not None
     assert last.stats is not None
     return Completion(

@@ -22,6 +22,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    FAILED = "failed"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from engine_adapter.base import BlockManager, RequestId
 from engine_adapter.engine.request import UNKNOWN, Chunk, Request
+from kvstore.errors import Unavailable
 
-__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
+__all__ = ["Refused", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,14 @@ class SchedulerStats:
     preemptions_total: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A request that will never be admitted, and why."""
+
+    request: Request
+    error: Unavailable
+
+
 class Scheduler:
     """Owns the queues and the calls to the block manager. One thread."""
 
@@ -63,6 +72,7 @@ class Scheduler:
             Request
         ] = []  # in launched steps still; they wait again when those are complete
         self._removed: dict[RequestId, Request] = {}  # the same, and their pages go back
+        self._refused: list[Refused] = []
         self._preemptions_total = 0
 
     def add(self, request: Request, packed: NDArray[np.uint32] | None = None) -> bool:
@@ -99,6 +109,11 @@ class Scheduler:
                 budget -= self._add_chunk(chunks, request, budget)
         self._admit(chunks, budget)
         return chunks
+
+    def take_refused(self) -> list[Refused]:
+        """Requests that the block manager refused since the last call; each is to be removed."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' kernels are under way: what they compute counts as computed, what they choose is unknown yet."""
@@ -204,7 +219,11 @@ class Scheduler:
             if len(passed_over) == config.max_running:
                 break  # so many cannot run anyway: a step's questions stay bounded
             request = self._waiting.popleft()
-            admission = self._blocks.admit(request.id, len(request.tokens))
+            try:
+                admission = self._blocks.admit(request.id, len(request.tokens))
+            except Unavailable as error:
+                self._refused.append(Refused(request=request, error=error))
+                continue
             if admission is None:
                 passed_over.append(request)
                 request.passed_over += 1

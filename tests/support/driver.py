@@ -31,11 +31,12 @@ class Driver:
         *,
         parts: Mapping[str, bytes] = PARTS,
         patience_s: float = 5.0,
+        away_s: float = 30.0,
     ) -> None:
         self.client = client
         self.session = session
         self.copier = copier
-        self.blocks = KvstoreBlockManager(session, parts, copier, patience_s=patience_s)
+        self.blocks = KvstoreBlockManager(session, parts, copier, patience_s=patience_s, away_s=away_s)
         self.namespace: Namespace = session.open_namespace(parts)
         self.tokens: dict[RequestId, list[int]] = {}
 
@@ -142,6 +143,7 @@ def attached(
     pages: int = 128,
     device: int = 0,
     patience_s: float = 5.0,
+    away_s: float = 30.0,
     copier: Copier | None = None,
 ) -> Iterator[Driver]:
     """An engine attached to the daemon at `socket`, with so many pages of 16 KiB."""
@@ -150,6 +152,6 @@ def attached(
     with connect(socket, timeout_s=10.0) as client, client.attach(name, shape, spec) as session:
         copier = copier or TwinCopier()
         try:
-            yield Driver(client, session, copier, patience_s=patience_s)
+            yield Driver(client, session, copier, patience_s=patience_s, away_s=away_s)
         finally:
             copier.close(10.0)

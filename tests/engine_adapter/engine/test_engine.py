@@ -17,7 +17,8 @@ from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.request import FinishReason
 from engine_adapter.engine.sampler import SamplingParams
 from engine_adapter.engine.settings import EngineSettings
-from kvstore.errors import ConfigError
+from engine_adapter.requests import Answer
+from kvstore.errors import ConfigError, Unavailable
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
 from tests.engine_adapter.engine.harness import random_tokens
 from tests.support.pages import pages_of
@@ -76,6 +77,33 @@ def test_answers_survive_preemption(tiny_model: LoadedModel, deterministic: bool
     assert sum(answer.stats.preemptions for answer in squeezed) == engine.stats().preemptions_total
     assert tokens_of(squeezed) == tokens_of(reference)
     blocks.check_integrity()
+
+
+class Away(PlainBlockManager):
+    """A block manager that has no pages for prompts beyond one block, ever."""
+
+    def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
+        if num_tokens > BLOCK:
+            raise Unavailable("the daemon is away")
+        return super().admit(request, num_tokens)
+
+
+def test_a_request_that_is_refused_ends_with_the_error_and_hinders_nobody(tiny_model: LoadedModel) -> None:
+    """A request that could never be admitted waited for ever, and its client did not learn why."""
+    blocks = Away(num_pages=64, page_bytes=tiny_model.config.page_bytes(BLOCK, 4), block_tokens=BLOCK)
+    engine = Engine(tiny_model, blocks, EngineSettings())
+    few = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    engine.add_request(random_tokens(2 * BLOCK, seed=1), few, RequestId("refused"))
+    engine.add_request(random_tokens(4, seed=2), few, RequestId("runs"))
+    last = {output.request_id: output for output in engine.run() if output.finish}
+    assert last[RequestId("refused")].finish is FinishReason.FAILED
+    assert last[RequestId("runs")].finish is FinishReason.LENGTH
+    answer = Answer(accepted_at=0.0, prompt_tokens=2 * BLOCK)
+    with pytest.raises(Unavailable, match="the daemon is away"):
+        answer.add(last[RequestId("refused")], 1.0)
+    with pytest.raises(Unavailable, match="the daemon is away"):
+        engine.generate([random_tokens(2 * BLOCK, seed=1)], few)
+    assert not engine.has_work
 
 
 def test_a_conversation_hits_the_blocks_that_its_answer_filled(tiny_model: LoadedModel) -> None:
