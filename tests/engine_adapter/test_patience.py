@@ -13,7 +13,7 @@ from tests.support.driver import Driver, attached
 from tests.support.worker import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
-PATIENCE_S = 0.2
+PATIENCE_S = 0.5
 REQUESTS = 64
 
 

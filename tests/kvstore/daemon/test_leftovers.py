@@ -68,7 +68,7 @@ def test_nothing_is_left_but_sockets_lock_and_disk(tmp_path: Path) -> None:
     assert tree(temporary) == set()
     left = tree(place)
     on_disk = {name for name in left if name.startswith("nvme/")}
-    assert left - on_disk == {"kv.sock", "kv.sock.fd", "kv.sock.lock"}
+    assert left - on_disk == {"kv.sock", "kv.sock.fd", "kv.sock.stream", "kv.sock.lock"}
     kinds = {Path(name).name.rstrip("0123456789") for name in on_disk}
     assert on_disk
     with started(config) as again:
