@@ -21,9 +21,12 @@ def device_spec(device: str, hbm_bytes: int) -> DeviceSpec:
     return DeviceSpec(hbm_bytes=hbm_bytes)
 
 
-def hbm_bytes(budget: HbmBudget, device: str, socket: str | Path | None, *, timeout_s: float = 5.0) -> int:
+def hbm_bytes(
+    budget: HbmBudget, device: str, socket: str | Path | None, *, shards: int = 1, timeout_s: float = 5.0
+) -> int:
     """The budget in bytes. What earlier workers left on the device counts as free: the worker takes it over.
 
+    `shards`: processes with a budget each, on a device each; but the twins of all of them are in one host's memory.
     `socket` of the daemon, None where the engine runs without one. Raises ConfigError for a size that the twin's host
     has not got; else as opening the device and the daemon do.
     """
@@ -35,15 +38,17 @@ def hbm_bytes(budget: HbmBudget, device: str, socket: str | Path | None, *, time
         free_bytes = opened.free_bytes()
     finally:
         opened.close()
-    if budget.size_bytes and budget.size_bytes <= free_bytes:
+    twins = shards if spec.kind == "twin" else 1
+    wanted_bytes = budget.size_bytes * twins
+    if wanted_bytes and wanted_bytes <= free_bytes:
         return budget.size_bytes
     orphan_bytes, owned_bytes = _known_bytes(spec.index, socket, timeout_s)
     if not budget.size_bytes:
-        return budget.of(free_bytes + orphan_bytes)
+        return budget.of(free_bytes + orphan_bytes) // twins
     # Else it would take the machine's memory piece by piece, from everybody, until there is none: only then it fails.
-    if budget.size_bytes > free_bytes + owned_bytes:
+    if wanted_bytes > free_bytes + owned_bytes:
         raise ConfigError(
-            f"worker.hbm: {format_size(budget.size_bytes)} of host memory for HBM's twin, of which "
+            f"worker.hbm: {format_size(wanted_bytes)} of host memory for HBM's twin, of which "
             f"{format_size(free_bytes + owned_bytes)} is there: give less, or a share like 50%"
         )
     return budget.size_bytes

@@ -280,7 +280,13 @@ def _num_pages(options: EngineOptions, source: ModelSource, settings: EngineSett
     slot_bytes = model_geometry(source, block_tokens=worker.block_tokens, dtype=dtype).slot_bytes
     if options.store is not None:
         _find_daemon(options.store)
-    budget_bytes = hbm_bytes(worker.hbm, settings.device, options.store, timeout_s=options.timeout_s)
+    budget_bytes = hbm_bytes(
+        worker.hbm,
+        settings.device,
+        options.store,
+        shards=worker.tensor_parallel,
+        timeout_s=options.timeout_s,
+    )
     if budget_bytes < slot_bytes:
         raise ConfigError(
             f"worker.hbm: {format_size(budget_bytes)} holds not even one block of this model "

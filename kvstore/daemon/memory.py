@@ -187,7 +187,7 @@ class Memory:
             slot_bytes=session.slot_bytes,
             fds=fds,
             identity=session.identity,
-            check=lambda: self._check_hbm(session, nbytes, sharing, len(fds)),
+            check=lambda: self._check_hbm(session, nbytes, sharing, fds),
         )
         if sharing is Sharing.NONE and (topic := f"plain {info.device}") not in self._owner.warnings:
             text = f"HBM of device {info.device} cannot be exported: its blocks go with their worker"
@@ -195,7 +195,7 @@ class Memory:
             _LOG.warning("plain hbm", device=info.device, session=session.id)
         return info
 
-    def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing, shards: int) -> None:
+    def _check_hbm(self, session: Session, nbytes: int, sharing: Sharing, fds: Sequence[int]) -> None:
         device = session.device
         infos = [info for info, _ in self.extents(Tier.HBM) if info.device == device]
         shared = sum(info.nbytes for info in infos if info.slot_bytes == session.slot_bytes)
@@ -204,10 +204,9 @@ class Memory:
                 f"device {device} has {format_size(shared)} of the {format_size(session.hbm_bytes)} "
                 "that this session may have"
             )
-        # A shard is on a device of its own; all of an extent counts for the first one, whose number it has.
-        used = sum(info.nbytes // len(self._fds[info.extent]) for info in infos)
+        used = sum(_on_one_device(info.nbytes, self._fds[info.extent]) for info in infos)
         most = self._owner.config.hbm_bytes
-        if used + nbytes // shards > most:
+        if used + _on_one_device(nbytes, fds) > most:
             raise ResourceExhausted(f"device {device} has {format_size(used)} of at most {format_size(most)}")
         if sharing is Sharing.NONE and len(self._mapping(session.device, session.slot_bytes)) > 1:
             raise FailedPrecondition("another session would need this memory, which its driver cannot export")
@@ -330,11 +329,11 @@ class Memory:
         self._owner.settle_soon()
 
     def owned_bytes(self) -> dict[int, Owned]:
-        """HBM of each device that has some; of a group of processes, that of the first one's device."""
+        """HBM of each device that has some; of a group of processes on GPUs, that of the first one's device."""
         found: dict[int, Owned] = {}
         for info, _ in self.extents(Tier.HBM):
             had = found.get(info.device, Owned(total_bytes=0, orphan_bytes=0, plain_bytes=0))
-            nbytes = info.nbytes // len(self._fds[info.extent])  # other shards are on other devices
+            nbytes = _on_one_device(info.nbytes, self._fds[info.extent])
             found[info.device] = Owned(
                 total_bytes=had.total_bytes + nbytes,
                 orphan_bytes=had.orphan_bytes + nbytes * self._orphaned(info),
@@ -370,6 +369,18 @@ def _check_descriptor(fd: int, nbytes: int, sharing: Sharing) -> None:
         check_sealed(fd, PAGE_BYTES)
     elif stat.S_ISREG(status.st_mode):  # a memfd; a CUDA allocation's descriptor is none
         check_sealed(fd, nbytes)
+
+
+def _on_one_device(nbytes: int, fds: Sequence[int]) -> int:
+    """Of an extent, what lies on the device whose number it has.
+
+    Each shard of GPU memory is on a device of its own; twins of all of them are in the memory of one host.
+    """
+    status = os.fstat(fds[0])
+    in_host = stat.S_ISREG(status.st_mode) and status.st_size >= nbytes // len(
+        fds
+    )  # else it stands for GPU memory
+    return nbytes if in_host else nbytes // len(fds)
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -54,6 +54,16 @@ def test_more_than_the_host_has_is_refused_before_any_is_taken(
         hbm_bytes(HbmBudget(size_bytes=101 * MIB), "cpu", service.socket)
 
 
+def test_twins_of_all_shards_share_one_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shards were each given half of what was free: all of it, and of a size only one was looked at."""
+    monkeypatch.setattr(TwinDevice, "free_bytes", lambda _self: 36 * MIB)
+    assert hbm_bytes(HbmBudget(share_percent=50), "cpu", None, shards=2) == 9 * MIB
+    assert hbm_bytes(HbmBudget(size_bytes=18 * MIB), "cpu", None, shards=2) == 18 * MIB
+    with pytest.raises(ConfigError, match=r"worker.hbm: 38MiB of host memory .* 36MiB is there"):
+        hbm_bytes(HbmBudget(size_bytes=19 * MIB), "cpu", None, shards=2)
+    assert hbm_bytes(HbmBudget(size_bytes=GIB), "cuda:0", None, shards=2) == GIB
+
+
 def test_a_device_by_its_name() -> None:
     assert (device_spec("cpu", 5).kind, device_spec("cpu", 5).hbm_bytes) == ("twin", 5)
     assert (device_spec("cuda:3", 5).kind, device_spec("cuda:3", 5).index) == ("cuda", 3)
