@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bench.copy_sides import CopyBed, open_bed
-from bench.copy_tune import candidates
+from bench.copy_tune import LIMITS, candidates
 from bench.offload import Offload, SealedOffload, Stores
 from bench.prompts import random_prompt
 from bench.report import Figure
@@ -73,8 +73,27 @@ class InterferencePlan:
     batch_bytes: int = 64 * _MIB
 
 
-CUDA = InterferencePlan(routes={64 * _KIB: ("engine", "threads 8", "bulk 4", "bulk 16", "bulk 16, 4 KiB x8")})
-CUDA_SHORT = InterferencePlan(steps=24, rounds=3)
+_SHORT_QUEUE = {
+    64 * _KIB: ("engine, short queue",),
+    256 * _KIB: ("default, short queue",),
+    4 * _MIB: ("default, short queue",),
+}
+"""Less under way at once, so that a step's own small copies wait for less."""
+CUDA = InterferencePlan(
+    routes={
+        **_SHORT_QUEUE,
+        64 * _KIB: (
+            "engine, short queue",
+            "default, short queue",
+            "engine",
+            "threads 8",
+            "bulk 4",
+            "bulk 16",
+            "bulk 16, 4 KiB x8",
+        ),
+    }
+)
+CUDA_SHORT = InterferencePlan(routes=_SHORT_QUEUE, steps=24, rounds=3)
 CPU = InterferencePlan(
     slot_bytes=(64 * _KIB, 1024 * _KIB),
     batch=2,
@@ -209,7 +228,7 @@ def _cell(
     say: Callable[[str], None],
 ) -> InterferenceCell:
     say(f"{decode.name}, slots of {slot_bytes:,} bytes, {route}, {rate}")
-    copier = bed.copier(None if route == _DEFAULT_ROUTE else candidates()[route])
+    copier = bed.copier(None if route == _DEFAULT_ROUTE else candidates()[route], LIMITS.get(route))
     offload: Stores = (
         SealedOffload(bed, copier, slot_bytes, decode.token_bytes)
         if rate is Rate.SEALED

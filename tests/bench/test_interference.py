@@ -10,9 +10,10 @@ import pytest
 
 from bench import copy_sides
 from bench.copy_sides import open_bed
-from bench.interference import CPU, Rate, figures, measure
+from bench.copy_tune import LIMITS, candidates
+from bench.interference import CPU, CUDA, CUDA_SHORT, InterferencePlan, Rate, figures, measure
 from bench.offload import Offload, SealedOffload
-from engine_adapter.copier import Direction
+from engine_adapter.copier import Direction, TwinCopier
 from kvstore.errors import ConfigError
 
 KIB = 1024
@@ -56,6 +57,31 @@ def test_stores_of_what_is_sealed_are_no_more_than_that() -> None:
                 time.sleep(0.001)
         assert offload.stop() > 0
         copier.close(5.0)
+
+
+@pytest.mark.parametrize("plan", [CUDA, CUDA_SHORT])
+def test_every_route_of_a_plan_is_a_candidate(plan: InterferencePlan) -> None:
+    for slot_bytes, routes in plan.routes.items():
+        assert slot_bytes in plan.slot_bytes
+        assert set(routes) <= set(candidates())
+
+
+def test_limits_are_those_of_candidates() -> None:
+    assert set(LIMITS) <= set(candidates())
+
+
+def test_a_route_is_measured_with_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def copier(_: copy_sides.TwinBed, routes: object = None, limits: object = None) -> TwinCopier:
+        asked.append((routes, limits))
+        return TwinCopier(max_blocks=1 << 20)
+
+    monkeypatch.setattr(copy_sides.TwinBed, "copier", copier)
+    name = "engine, short queue"
+    result = measure(replace(TINY, routes={64 * KIB: (name,)}), lambda _: None, device="cpu", decode="graph")
+    assert [(cell.route, cell.rate) for cell in result.cells][2:] == [(name, Rate.SATURATING)]
+    assert asked == [(None, None), (None, None), (candidates()[name], LIMITS[name])]
 
 
 def test_both_rates_are_held_to_the_bounds_and_older_results_are_saturating() -> None:
