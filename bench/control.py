@@ -1,9 +1,9 @@
 """What the control plane adds to the time to the first token of a long cached prompt that was asked before.
 
 The bundled engine runs over a real daemon with a runner that computes nothing, and every block of the prompt is in HBM:
-what is left of the time to the first token is taking the request in, finding its hashes (they are known: each sample asks
-the same prompt), matching, acquiring and scheduling. What hashing it anew would add is measured by itself. The prompt
-is a list of ints, as a tokenizer gives it.
+what is left of the time to the first token is taking the request in, finding its hashes (which are known: each sample
+asks the same prompt), matching, acquiring and scheduling. What hashing it anew would add is measured by itself. The
+prompt is a list of ints, as a tokenizer gives it.
 """
 
 from __future__ import annotations
