@@ -76,14 +76,18 @@ class Moving:
         state = self._state
         self.promoting.set_up(path)
         limit = min(limit, self._flights.places)
+        health, now_ms = self.promoting.health[path], state.now_ms
         parts: list[NDArray[np.void]] = []
-        dram = self.promoting.take(path, limit)
+        dram = self.promoting.take(path, health.reads.allowed(limit, now_ms))
         if len(dram):
+            health.reads.began(now_ms)
             nvme = state.columns.nvme[state.dram.row[dram]]
             order = np.argsort(nvme)
             parts.append(self._flights.begin(MoveKind.READ, path, dram[order], nvme[order]))
-        if limit > len(dram):
-            for source, target in self._writing.take(path, limit - len(dram)):
+        writes = health.writes.allowed(limit - len(dram), now_ms)
+        if writes:
+            for source, target in self._writing.take(path, writes):
+                health.writes.began(now_ms)
                 parts.append(self._flights.begin(MoveKind.WRITE, path, source, target))
         return np.concatenate(parts) if parts else np.empty(0, dtype=MOVE)
 
@@ -131,6 +135,11 @@ class Moving:
         ok, cancelled = statuses == MoveStatus.OK, statuses == MoveStatus.CANCELLED
         corrupt = reads & (statuses == MoveStatus.CORRUPT)
         bad = ~ok & ~cancelled & ~corrupt
+        # A disk that fails everything says nothing about its slots: neither they nor the blocks in them are given up.
+        whole = self._judge(path, reads, ok | corrupt, bad)
+        if whole.any():
+            bad, cancelled = bad & ~whole, cancelled | whole
+            self._count_errors(path, int(whole.sum()))
         if (reads & ok).any():
             self.promoting.succeeded(path, flights[reads & ok])
         if corrupt.any():
@@ -146,8 +155,30 @@ class Moving:
         if (~reads & cancelled).any():
             self._writing.cancelled(path, flights[~reads & cancelled])
         if bad.any():
-            self._state.counters[f"io_errors_path_{path}"] += int(bad.sum())
-            self._state.counters["io_errors"] += int(bad.sum())
+            self._count_errors(path, int(bad.sum()))
+        if self.promoting.health[path].reads.paused:
+            self.promoting.cancel_all(path)
+
+    def _judge(
+        self, path: int, reads: NDArray[np.bool_], good: NDArray[np.bool_], bad: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """[n] Moves that failed because their disk fails everything, in this direction.
+
+        A read that was to tell whether the disk gives blocks again is none: with its block kept, one that cannot be
+        read would be asked for, and keep the path paused, for ever.
+        """
+        health, now_ms = self.promoting.health[path], self._state.now_ms
+        whole = np.zeros(len(bad), dtype=np.bool_)
+        for streak, of_kind in ((health.reads, reads), (health.writes, ~reads)):
+            tried = streak.trying and streak is health.reads
+            streak.ended(good=int((good & of_kind).sum()), failed=int((bad & of_kind).sum()), now_ms=now_ms)
+            if streak.paused and not tried:
+                whole |= bad & of_kind
+        return whole
+
+    def _count_errors(self, path: int, count: int) -> None:
+        self._state.counters[f"io_errors_path_{path}"] += count
+        self._state.counters["io_errors"] += count
 
     def leave_extent(self, extent: int) -> None:
         """No move may touch an extent that goes away. Raises: FailedPrecondition while one in flight does."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.evicting import Evictor
+from kvstore.health import PathHealth
 from kvstore.layout import MAX_MOVERS, NONE, SlotState, Tier
 from kvstore.moves import U8, U32, MissCause
 from kvstore.slots import ClassKey
@@ -38,12 +39,13 @@ class _Path:
 class Promoting:
     """Reads, from the wish to the outcome."""
 
-    __slots__ = ("_evictor", "_order", "_paths", "_progress", "_state", "queued")
+    __slots__ = ("_evictor", "_order", "_paths", "_progress", "_state", "health", "queued")
 
     def __init__(self, state: StoreState, evictor: Evictor) -> None:
         self._state = state
         self._evictor = evictor
         self._paths = [_Path() for _ in range(min(state.limits.paths, MAX_MOVERS))]
+        self.health = [PathHealth() for _ in self._paths]
         self._order = 0
         self._progress: U8 = np.zeros(len(state.dram), dtype=np.uint8)  # of each DRAM slot
         self.queued = 0
@@ -66,20 +68,27 @@ class Promoting:
 
     @property
     def can_write(self) -> bool:
-        """Whether there is a live path with memory."""
-        extents = self._state.extents
-        return any(path.up and extents.of(Tier.NVME, number) for number, path in enumerate(self._paths))
+        """Whether there is a live path with memory that takes writes."""
+        extents, now_ms = self._state.extents, self._state.now_ms
+        return any(
+            path.up and self.health[number].writes.open(now_ms) and extents.of(Tier.NVME, number)
+            for number, path in enumerate(self._paths)
+        )
 
     # -- in
 
     def promotable(self, rows: U32) -> NDArray[np.bool_]:
-        """[n] SEALED rows that storage on a live path has and DRAM has not."""
+        """[n] SEALED rows that storage on a live path that gives blocks has and DRAM has not."""
         columns = self._state.columns
         nvme = columns.nvme[rows]
         found: NDArray[np.bool_] = (nvme != NONE) & (columns.dram[rows] == NONE)
         if found.any():
             up = np.zeros(256, dtype=np.bool_)
-            up[: len(self._paths)] = [path.up for path in self._paths]
+            now_ms = self._state.now_ms
+            up[: len(self._paths)] = [
+                path.up and health.reads.open(now_ms)
+                for path, health in zip(self._paths, self.health, strict=True)
+            ]
             found[found] = up[self._state.nvme.devices(nvme[found])]
         return found
 
@@ -143,6 +152,11 @@ class Promoting:
         state = self._state
         slots = slots[self._progress[slots] == _PREFETCHED]
         self.undo(slots[state.waits.waited[state.dram.row[slots]] == 0])
+
+    def cancel_all(self, path: int) -> None:
+        """Reads of a path that its mover does not have yet are undone, whoever waits: they are misses."""
+        slots = self._state.dram.held_by(mover_bit(path))
+        self.undo(slots[(self._progress[slots] == _PREFETCHED) | (self._progress[slots] == _DEMANDED)])
 
     def undo(self, slots: U32) -> None:
         """FILLING DRAM slots that are to be read into, or were: no mover touches them any more."""

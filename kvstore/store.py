@@ -19,6 +19,7 @@ from kvstore.attaching import Attaching
 from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.evicting import Evictor
+from kvstore.health import PathHealth
 from kvstore.layout import (
     NONE,
     ExtentState,
@@ -397,6 +398,10 @@ class Store:
         """What became of moves (MoveStatus). Ids that are not in flight on this path are passed over."""
         self._state.tell_time(now_ms)
         self._moving.done(path, ids, statuses)
+
+    def health(self, path: int) -> PathHealth:
+        """Whether the path's disk does what it is asked for; not to be changed by the caller."""
+        return self._moving.promoting.health[path]
 
     def mover_dead(self, path: int, now_ms: int) -> None:
         """The path's mover is gone, reaped: its moves fail, and what it may have touched is free again."""

@@ -3,7 +3,8 @@
 A write counts for the store once its bytes are on the medium (`Durability.COMMIT`: after the mover's fdatasync), and
 is then entered into the durable index by a group commit in a thread, at most every 20 ms. Reads count at once. A mover
 that dies fails all that it had, after its pidfd has fired; another is started. One that answers nothing for long is
-killed; while the disk holds on to it the path is out of service and everything else goes on. Owner loop only.
+killed; while the disk holds on to it the path is out of service and everything else goes on. A disk that fails all
+that it is given is paused by the store (`kvstore.health`), and said here once. Owner loop only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvstore.daemon.nvme import OpenPath, SlabTable
 from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
+from kvstore.health import RETRY_MS
 from kvstore.layout import Columns, Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
@@ -84,6 +86,8 @@ class MoverPath:
         """Syncs that a flush waits for, by id."""
         self._syncing: _Written | None = None
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
+        self._reason = ""
+        """What the mover said last about what failed."""
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -140,9 +144,11 @@ class MoverPath:
 
     @property
     def answers(self) -> bool:
-        """Whether it is in service, and its disk has not kept it waiting for long."""
+        """Whether it is in service, takes writes, and its disk has not kept it waiting for long."""
         link = self._working()
-        return link is not None and link.stalled_s() <= _STALL_WARN_S
+        if link is None or link.stalled_s() > _STALL_WARN_S:
+            return False
+        return not self._owner.store.health(self.number).writes.paused
 
     def _working(self) -> MoverLink | None:
         """The mover that takes work; None while there is none, it is only starting, or it is dying."""
@@ -339,17 +345,51 @@ class MoverPath:
             case wire.Synced():
                 self._take_synced(message)
             case wire.SlabOpened():
+                self._owner.warnings.pop(f"slab-{self.number}", None)
                 if not message.direct:
                     _LOG.info("no O_DIRECT here: buffered", path=self.number, extent=message.extent)
             case wire.SlabFailed():
-                self._owner.warnings[f"slab-{self.number}"] = message.text
-                _LOG.warning("slab failed", path=self.number, extent=message.extent, error=message.text)
+                self._known_slabs.discard(message.extent)  # the next move that names it has it tried again
+                self._complain(f"slab-{self.number}", message.text)
             case wire.Notice():
-                _LOG.warning("notice", path=self.number, text=message.text)
+                self._reason = message.text
+                log = _LOG.debug if self._pauses else _LOG.warning
+                log("notice", path=self.number, text=message.text)
             case wire.Counts():
                 self.counts = message
             case _:
                 _LOG.debug("message", path=self.number, kind=type(message).__name__)
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether the disk fails all that it is given, which has been said."""
+        return any(topic in self._owner.warnings for topic in self._pause_topics().values())
+
+    def _pause_topics(self) -> dict[str, str]:
+        return {what: f"failing-{what}-{self.number}" for what in ("reads", "writes")}
+
+    def _complain(self, topic: str, text: str) -> None:
+        """A warning in the status, and one line in the log while it stays the same."""
+        self._reason = text
+        if not self._pauses:
+            if self._owner.warnings.get(topic) != text:
+                _LOG.warning("path fails", path=self.number, error=text)
+            self._owner.warnings[topic] = text
+
+    def _say_health(self) -> None:
+        """One line at each change, and a warning while the path is paused: it says all that single ones would."""
+        health = self._owner.store.health(self.number)
+        folder = self.opened.directory.path
+        for what, topic in self._pause_topics().items():
+            paused = (health.reads if what == "reads" else health.writes).paused
+            if paused and topic not in self._owner.warnings:
+                again = f"{what} are paused and tried again every {RETRY_MS // 1000} s"
+                for single in (f"slab-{self.number}", f"sync-{self.number}"):
+                    self._owner.warnings.pop(single, None)
+                self._owner.warnings[topic] = f"nvme path {folder} fails all {what}: {again} ({self._reason})"
+                _LOG.warning("path paused", path=self.number, what=what, error=self._reason)
+            elif not paused and self._owner.warnings.pop(topic, None) is not None:
+                _LOG.info("path resumed", path=self.number, what=what)
 
     def _take_replies(self, replies: NDArray[np.void]) -> None:
         ids, statuses = replies["id"].astype(np.uint64), replies["status"].astype(np.uint8)
@@ -370,6 +410,7 @@ class MoverPath:
             self._owner.store.moves_done(
                 now_ms=self._owner.now_ms(), path=self.number, ids=ids, statuses=statuses
             )
+            self._say_health()
             self.index.due()
             self._owner.settle_soon()
 
@@ -385,11 +426,11 @@ class MoverPath:
         if batch is None:
             return
         ids, statuses = np.concatenate(batch.ids), np.concatenate(batch.statuses)
-        if synced.text:
-            _LOG.warning("sync failed", path=self.number, error=synced.text)
-            self._owner.warnings[f"sync-{self.number}"] = (
-                f"nvme path {self.opened.directory.path}: {synced.text}"
-            )
+        topic = f"sync-{self.number}"
+        if not synced.text:
+            self._owner.warnings.pop(topic, None)
+        else:
+            self._complain(topic, f"nvme path {self.opened.directory.path}: {synced.text}")
             statuses = np.full(len(ids), MoveStatus.IO_ERROR, dtype=np.uint8)
         self._done(ids, statuses)
 

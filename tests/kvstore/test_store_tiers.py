@@ -7,6 +7,7 @@ import pytest
 
 import kvstore.evicting
 from kvstore.errors import InvalidArgument
+from kvstore.health import FAILURES_IN_A_ROW, RETRY_MS
 from kvstore.layout import ExtentState, SlotState, Tier
 from kvstore.moves import FlushLeft, MoveKind, MoveStatus, Outcome, StoreLimits
 from tests.kvstore.store_rig import PAGE, Rig, chain, copies
@@ -240,6 +241,86 @@ def test_a_write_that_fails_costs_its_slot_and_not_the_block() -> None:
     assert rig.counter("io_errors") == 2
     rig.evict_hbm()
     assert rig.outcomes(one, chain(2)) == [DRAM] * 2
+    rig.check()
+
+
+def test_a_disk_that_fails_all_writes_is_paused_and_tried_again_by_one() -> None:
+    """A full disk was given every block, for ever, and each cost a slot for good."""
+    rig = Rig(hbm=48, dram=96, nvme=96, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))
+    one = rig.attach()
+    rig.write_through(one, chain(40))
+    assert len(rig.write_down(status=MoveStatus.IO_ERROR)) == 40
+    assert rig.store.health(0).writes.paused
+    assert rig.tier(Tier.NVME).quarantined_slots == 0, "the slots are well: their disk is not"
+    for _ in range(3):
+        rig.store.tick(rig.now_ms)
+        assert len(rig.write_down()) == 0
+        rig.now_ms += RETRY_MS
+        rig.store.tick(rig.now_ms)
+        tried = rig.store.take_moves(0, 1000)
+        assert len(tried) == 1
+        assert len(rig.store.take_moves(0, 1000)) == 0, "one at a time"
+        rig.done(tried, MoveStatus.IO_ERROR)
+    rig.now_ms += RETRY_MS
+    rig.store.tick(rig.now_ms)
+    assert len(rig.write_down()) == 1
+    assert not rig.store.health(0).writes.paused
+    written = 0
+    for _ in range(2):
+        rig.store.tick(rig.now_ms)
+        written += len(rig.write_down())
+    assert written == 39, "none of them was given up"
+    rig.check()
+
+
+def test_reads_go_on_while_writes_are_paused_and_are_misses_once_they_fail_likewise() -> None:
+    """A disk that gave nothing stayed in use: each hit on it was a wait and then a miss, and its blocks were lost."""
+    rig = Rig(hbm=48, dram=96, nvme=96, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))
+    one = rig.attach()
+    on_disk(rig, one, chain(40))
+    rig.write_through(one, chain(40, seed=1))
+    rig.write_down(status=MoveStatus.IO_ERROR)
+    rig.evict_hbm()
+    rig.evict_dram()
+    rig.acquire(one, chain(2), lease=5)
+    rig.write_down()
+    assert rig.outcomes(one, chain(2)) == [DRAM] * 2
+    rig.evict_dram()
+    rig.acquire(one, chain(40), lease=6)
+    failing = rig.store.take_moves(0, FAILURES_IN_A_ROW)
+    assert len(failing) == FAILURES_IN_A_ROW
+    rig.done(failing, MoveStatus.IO_ERROR)
+    assert rig.store.health(0).reads.paused
+    assert rig.store.take_changed() == [(one, [5, 6])], "nobody waits for the rest"
+    assert rig.outcomes(one, chain(40)) == [MISS] * 40
+    assert len(rig.store.take_moves(0, 1000)) == 0
+    rig.check()
+    rig.now_ms += RETRY_MS
+    rig.acquire(one, chain(40), lease=7)
+    tried = rig.store.take_moves(0, 1000)
+    assert len(tried) == 1
+    rig.done(tried)
+    assert not rig.store.health(0).reads.paused
+    rig.write_down()
+    assert rig.outcomes(one, chain(40)) == [DRAM] * 40, (
+        "the disk is well again, and nothing on it was given up"
+    )
+    rig.check()
+
+
+def test_a_block_that_cannot_be_read_does_not_keep_a_path_paused() -> None:
+    """Kept, it would be the one that is tried each time."""
+    rig = Rig(hbm=48, dram=96, nvme=96, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))
+    one = rig.attach()
+    on_disk(rig, one, chain(40))
+    rig.acquire(one, chain(40), lease=5)
+    rig.write_down(status=MoveStatus.IO_ERROR)
+    rig.now_ms += RETRY_MS
+    rig.acquire(one, chain(1), lease=6)
+    assert len(rig.write_down(status=MoveStatus.IO_ERROR)) == 1
+    rig.now_ms += RETRY_MS
+    assert rig.outcomes(one, chain(1)) == [MISS]
+    assert rig.tier(Tier.NVME).quarantined_slots == 1
     rig.check()
 
 

@@ -88,6 +88,7 @@ class NvmeTier:
         self._notify = notify
         self._noticed: dict[str, float] = {}
         self._slabs: dict[int, Slab] = {}  # by extent
+        self._unopened: set[int] = set()  # extents whose slab could not be opened, which has been said
         self._files = (
             threading.Lock()
         )  # guards the next and `_slabs` where they change; never held over a disk's answer
@@ -104,7 +105,9 @@ class NvmeTier:
 
     def open_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int) -> None:
         """See StorageTier."""
+        self._unopened.add(extent)
         slab = open_slab(self._directory, number, nbytes, slot_bytes, direct=self._direct)
+        self._unopened.discard(extent)
         if self._direct and not slab.direct:
             self._notice("direct", f"{self._directory} refuses O_DIRECT: blocks go through the page cache")
         with self._files:
@@ -188,8 +191,12 @@ class NvmeTier:
         return replies
 
     def _prepare(self, moves: Moves) -> _Run | None:
-        """Buffers of a piece; None, with a notice, where a move names bytes outside of what is mapped and open."""
-        slab = self._slabs.get(int(moves["nvme_extent"][0]))
+        """Buffers of a piece; None, with a notice, where a move names bytes outside of what is mapped and open.
+
+        Without one where its slab could not be opened: whoever asked for that was told why.
+        """
+        nvme_extent = int(moves["nvme_extent"][0])
+        slab = self._slabs.get(nvme_extent)
         length = int(moves["length"][0])
         stride = stride_bytes(length)
         rows: list[_Row] = moves.view(_ROW).tolist()
@@ -199,7 +206,8 @@ class NvmeTier:
             or rows[0][2] % stride
             or rows[-1][2] // stride >= slab.file.slots
         ):
-            self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
+            if nvme_extent not in self._unopened:
+                self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
             return None
         scratch = self._scratch()
         buffers: list[memoryview] = []

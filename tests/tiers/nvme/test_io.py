@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, STRIDE, Harness
 from tiers.nvme import slab as slab_module
@@ -33,6 +33,25 @@ def tier(harness: Harness, tmp_path: Path, notices: list[str]) -> NvmeTier:
     made = NvmeTier(tmp_path, harness.memory, notify=notices.append)
     made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
     return made
+
+
+def test_a_slab_that_cannot_be_opened_is_said_by_its_error_alone(
+    harness: Harness, tmp_path: Path, notices: list[str]
+) -> None:
+    """The moves behind it said the same again, in worse words: a slot that the path does not have."""
+    tier = NvmeTier(tmp_path / "gone", harness.memory, notify=notices.append)
+    with pytest.raises(KvstoreError):
+        tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    moves = harness.moves_for([0])
+    assert tier.transfer(moves)["status"].tolist() == [MoveStatus.IO_ERROR]
+    assert notices == []
+    (tmp_path / "gone").mkdir()
+    tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    assert tier.transfer(moves)["status"].tolist() == [MoveStatus.OK]
+    tier.drop_slab(NVME)
+    assert tier.transfer(moves)["status"].tolist() == [MoveStatus.IO_ERROR]
+    assert len(notices) == 1, "a fault of ours is still said"
+    tier.close()
 
 
 def the_slab(directory: Path) -> Path:
