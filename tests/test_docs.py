@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+from kvstore.config import default_socket
 from kvstore.settings import resolve
+from tests.support.daemon import small_config, started
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +34,25 @@ def test_the_example_of_the_configuration_page_is_valid() -> None:
     config = resolve(flags={}, environ={}, uid=0, file=example[1]).config
     assert len(config.serve.nvme) == 2
     assert config.worker.model == "/models/Llama-3.2-1B-Instruct"
+
+
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    """It used names that nothing in it defined."""
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    socket = Path(default_socket(environ, os.getuid()))
+    socket.parent.mkdir(mode=0o700)
+    with started(small_config(tmp_path, socket=str(socket))):
+        done = subprocess.run(
+            [sys.executable, "-c", example[1]],
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.stdout, done.stderr, done.returncode) == ("16 pages of 4,194,304 bytes\n", "", 0)
 
 
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
