@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvstore.daemon.gathering import Gatherings
-from kvstore.daemon.log import Log
+from kvstore.daemon.log import Log, Rarely
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session, token_digest
@@ -35,7 +35,7 @@ _LOG = Log("descriptors")
 _MAX_STRANGERS = 64
 _BACKLOG = 512  # a full one refuses at once: processes that start together must all fit
 _HELLO_TIMEOUT_S = 5.0
-_MAX_REFUSALS = 64  # that one connection gets logged, and that wait for it unread; more are counted only
+_MAX_REFUSALS = 64  # that wait for one connection unread; more are counted only
 _UCRED = struct.Struct("3i")
 _STARVED = (
     errno.ETOOMANYREFS,
@@ -52,7 +52,6 @@ class _Connection:
         sock.setblocking(False)
         self.socket = sock
         self.member: Member | None = None
-        self.refusals = 0
         self.giving: int | None = None
         """Descriptor of the HBM extent that this peer is giving right now: it is told by Accepted, not by Extent."""
         self._server = server
@@ -177,6 +176,7 @@ class DescriptorServer:
         self._memory = memory
         self._tables_fd = tables_fd
         self._gatherings = Gatherings(memory, self._tell)
+        self._refused = Rarely(_LOG)
         self._listener: socket.socket | None = None
         self._strangers: set[_Connection] = set()
         self._members: dict[tuple[SessionId, int], _Connection] = {}
@@ -368,9 +368,7 @@ class DescriptorServer:
     def refuse(self, connection: _Connection, error: KvstoreError) -> None:
         """Tells a peer; a stranger is then disconnected, a member is not: its end must stay visible."""
         self._owner.counters.add("descriptor_refusals_total")
-        connection.refusals += 1
-        if connection.refusals <= _MAX_REFUSALS:
-            _LOG.warning("refused", member=connection.member is not None, error=error)
+        self._refused.warning("refused", member=connection.member is not None, error=error)
         if connection.unread < _MAX_REFUSALS:
             connection.send(wire.Refused(text=str(error)))
         if connection.member is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-__all__ = ["Log", "configure"]
+__all__ = ["Log", "Rarely", "configure"]
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _FIELDS = "fields"
@@ -36,6 +36,40 @@ class Log:
     def fault(self, event: str, **fields: object) -> None:
         """A fault of ours, with its traceback; from an `except` block."""
         self._logger.error(event, extra={_FIELDS: fields}, exc_info=True)  # noqa: LOG014 (the caller is in one)
+
+
+class Rarely:
+    """Warnings that a peer can cause at will: a few in each interval, then how many were passed over."""
+
+    __slots__ = ("_clock", "_interval_s", "_lines", "_log", "_passed_over", "_said", "_until_s")
+
+    def __init__(
+        self,
+        log: Log,
+        *,
+        lines: int = 5,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._lines = lines
+        self._interval_s = interval_s
+        self._clock = clock
+        self._until_s = 0.0
+        self._said = self._passed_over = 0
+
+    def warning(self, event: str, **fields: object) -> None:
+        """As `Log.warning`, or only counted."""
+        now_s = self._clock()
+        if now_s >= self._until_s:
+            if self._passed_over:
+                fields = {**fields, "passed_over": self._passed_over}
+            self._until_s, self._said, self._passed_over = now_s + self._interval_s, 0, 0
+        if self._said < self._lines:
+            self._said += 1
+            self._log.warning(event, **fields)
+        else:
+            self._passed_over += 1
 
 
 class _Formatter(logging.Formatter):

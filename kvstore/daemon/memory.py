@@ -245,7 +245,7 @@ class Memory:
                 raise FailedPrecondition(
                     f"device {device} is another one for session {session.name!r}: give this one another index"
                 )
-        budget = hbm_bytes
+        budget, useless = hbm_bytes, list[ExtentInfo]()
         for info, _ in self.extents(Tier.HBM):
             if info.device != device:
                 continue
@@ -257,41 +257,50 @@ class Memory:
                         retry_after_s=1.0,
                     )
             elif not same_class or plain or info.identity != identity or info.nbytes > budget:
-                self.drop(info)
+                useless.append(info)
             else:
                 budget -= info.nbytes
+        self._drop(useless)
 
     def sweep(self) -> None:
         """Drops HBM that no live session has mapped for the configured time; at once where it is of no use any more."""
         now_s = asyncio.get_running_loop().time()
         orphans = {info.extent: info for info, _ in self.extents(Tier.HBM) if self._orphaned(info)}
         self._orphan_since_s = {extent: self._orphan_since_s.get(extent, now_s) for extent in orphans}
-        for extent, info in orphans.items():
-            old = now_s - self._orphan_since_s[extent] >= self._owner.config.orphan_ttl_s
-            if old or info.identity == DISTRUSTED or self._is_plain(info):
-                self.drop(info)
+        ttl_s = self._owner.config.orphan_ttl_s
+        self._drop(
+            [
+                info
+                for extent, info in orphans.items()
+                if now_s - self._orphan_since_s[extent] >= ttl_s
+                or info.identity == DISTRUSTED
+                or self._is_plain(info)
+            ]
+        )
 
     def release(self, device: int) -> Released:
         """Drops a device's HBM that no live session maps, now."""
-        released = kept = 0
-        for info, _ in self.extents(Tier.HBM):
-            if info.device == device:
-                if self._orphaned(info):
-                    self.drop(info)
-                    released += info.nbytes
-                else:
-                    kept += info.nbytes
-        return Released(released_bytes=released, kept_bytes=kept)
+        here = [info for info, _ in self.extents(Tier.HBM) if info.device == device]
+        orphans = [info for info in here if self._orphaned(info)]
+        self._drop(orphans)
+        released = sum(info.nbytes for info in orphans)
+        return Released(released_bytes=released, kept_bytes=sum(info.nbytes for info in here) - released)
 
-    def drop(self, info: ExtentInfo) -> None:
-        """Takes one HBM extent out of the store, then lets its memory go."""
+    def _drop(self, infos: Sequence[ExtentInfo]) -> None:
+        """Takes HBM extents out of the store, then lets their memory go; one line in the log for each device."""
+        for info in infos:
+            self._drop_one(info)
+        for device in sorted({info.device for info in infos}):
+            sizes = [info.nbytes for info in infos if info.device == device]
+            _LOG.info("hbm dropped", device=device, extents=len(sizes), size=format_size(sum(sizes)))
+
+    def _drop_one(self, info: ExtentInfo) -> None:
         self._owner.store.drop_extent(info.extent)
         fds = self._fds.pop(info.extent)
         self._kept.remove([descriptor_name(info.tier, info.extent, shard) for shard in range(len(fds))])
         _close_all(fds)
         self._owner.warnings.pop(f"plain {info.device}", None)
         self._owner.counters.add("orphan_bytes_dropped_total", info.nbytes)
-        _LOG.info("hbm extent dropped", device=info.device, extent=info.extent, size=format_size(info.nbytes))
         for listener in self._on_drop:
             listener(info)
         self._owner.settle_soon()
@@ -313,6 +322,7 @@ class Memory:
 
         `concerned` says of a device's number whether it is, or may be, that GPU. Twins are not.
         """
+        orphans: list[ExtentInfo] = []
         for info, fd in self.extents(Tier.HBM):
             host = stat.S_ISREG(os.fstat(fd).st_mode) and not self._is_plain(info)
             if host or info.identity == DISTRUSTED or not concerned(info.device):
@@ -320,7 +330,8 @@ class Memory:
             self._owner.store.disown_extent(info.extent, DISTRUSTED)
             self._note_distrust(info.device, info.slots - info.free_slots, reason)
             if self._orphaned(info):
-                self.drop(info)
+                orphans.append(info)
+        self._drop(orphans)
 
     def _note_distrust(self, device: int, blocks: int, reason: str) -> None:
         self._owner.counters.add("hbm_distrusted_total", blocks)

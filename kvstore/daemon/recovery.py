@@ -145,23 +145,29 @@ def match_descriptors(
     else:
         members = []
     kept.remove(left)
-    for name, fd in left.items():
-        _LOG.info("descriptor dropped", name=name)
+    for fd in left.values():
         os.close(fd)
+    if left:
+        _LOG.info("descriptors dropped", count=len(left), first=min(left))
     return members
 
 
 def _match_extents(owner: Owner, memory: Memory, left: dict[str, int]) -> None:
     for tier in (Tier.DRAM, Tier.HBM):
+        lost = []
         for info in owner.store.extents(tier):
             fds: list[int] = []
             while (fd := left.pop(descriptor_name(tier, info.extent, len(fds)), None)) is not None:
                 fds.append(fd)
             if not fds:
-                _LOG.warning("extent without its memory", tier=tier.name.lower(), extent=info.extent)
+                lost.append(info.extent)
                 owner.store.drop_extent(info.extent)
             else:
                 memory.adopt(info, fds)
+        if lost:
+            _LOG.warning(
+                "extents without their memory", tier=tier.name.lower(), count=len(lost), first=min(lost)
+            )
 
 
 def _match_sessions(owner: Owner, sessions: Sessions, columns: Columns, left: dict[str, int]) -> list[Member]:

@@ -207,7 +207,7 @@ def test_a_flood_of_garbage_is_not_answered_without_end(client: Make, service: S
             time.sleep(0.001)
     one.connection.settimeout(DEADLINE_S)
     wait_for("all", lambda: service.stats().counters["descriptor_refusals_total"] - refused == sent == 2000)
-    assert service.log.read_text().count("refused") - logged <= 64
+    assert service.log.read_text().count("refused") - logged <= 5 * 4, "five lines in ten seconds"
     answers = 0
     one.connection.settimeout(0.5)
     with contextlib.suppress(TimeoutError):

@@ -92,6 +92,19 @@ def test_orphans_of_another_boot_or_driver_are_dropped(service: Service, client:
     assert service.tier("hbm").allocated_bytes == 0
 
 
+def test_orphans_that_go_together_are_one_line(service: Service, client: Make) -> None:
+    """Each extent had a line of its own in the log: 350 in a row when a worker's memory went."""
+    one = client().begin()
+    for _ in range(3):
+        one.give_hbm(4)
+    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+    before = service.log.read_text().count("hbm dropped")
+    release(service)
+    log = service.log.read_text()
+    assert log.count("hbm dropped") == before + 1
+    assert "extents=4 " in next(line for line in log.splitlines()[::-1] if "hbm dropped" in line)
+
+
 def test_a_devices_number_means_one_device_at_a_time(service: Service, client: Make) -> None:
     """A worker that sees one GPU of two calls it device 0, and so does the other: their pages must not be mixed."""
     client().begin()
