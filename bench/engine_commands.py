@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +51,10 @@ def ttft(
     model: ModelOption = None,
     worker: WorkerOption = None,
 ) -> None:
-    """Time to the first token of long prompts by tier, and from `kill -9` of the engine to its next one."""
+    """Time to the first token of long prompts by tier, and from `kill -9` of the engine to its next one.
+
+    With --out what is known is written after each length and tier, and again when all of it is.
+    """
     plan = ttft_bench.plan_for(device, short=short)
     with progress() as say:
         found = ttft_bench.measure(
@@ -60,6 +64,7 @@ def ttft(
             model=model,
             parent=checked(folder),
             worker=worker_settings(worker),
+            keep=lambda known: None if out is None else _write(out, known),
         )
     finish("ttft", asdict(found), ttft_figures, as_json=as_json, save=save, out=out)
 
@@ -147,10 +152,14 @@ def pressure(
             cells[str(chosen)] = found
             result = {"device": resolve_device(device), "plan": _sizes(plan), "cells": list(cells.values())}
             if out is not None:
-                write_result(out.stem, document(result), out.parent)
+                _write(out, result)
     finish("pressure", result, pressure_figures, as_json=as_json, save=save)
     if all("error" in cells[str(chosen)] for chosen in wanted):
         raise KvstoreError(f"no cell could be measured: {cells[str(wanted[0])]['error']}")
+
+
+def _write(out: Path, result: Mapping[str, object]) -> None:
+    write_result(out.stem, document(result), out.parent)
 
 
 def _sizes(plan: pressure_bench.PressurePlan) -> dict[str, object]:

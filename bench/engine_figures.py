@@ -81,7 +81,9 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
             figures.append(
                 Figure(name=name, value=row["recompute_over_dram"], unit="", larger_is_better=True)
             )
-    kill = result["kill"]
+    kill = result.get("kill")
+    if kill is None:  # it was stopped before
+        return figures
     figures += [
         Figure(name=f"kill: {part['doing']}", value=part["seconds"], unit="s") for part in kill["parts"]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,8 +56,12 @@ WorkerOption = Annotated[
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is being done."""
-    with Console(stderr=True).status("starting") as status:
+    """What is being done, on standard error: a line that changes, or in a log one behind the other."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
         yield lambda text: status.update(text)
 
 

@@ -83,7 +83,8 @@ def _ttft(figure: Figure, result: Result) -> None:
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     _label(left, title="first token", x="prompt tokens", y="seconds")
-    parts = result["kill"]["parts"][::-1]
+    kill = result.get("kill")  # none where it was stopped before
+    parts = kill["parts"][::-1] if kill else []
     right.barh([part["doing"] for part in parts], [part["seconds"] for part in parts])
     _label(right, title="kill -9 → first token", x="seconds", y="")
 

@@ -66,10 +66,11 @@ def read_baseline(name: str, folder: Path = RESULTS) -> dict[str, object]:
 
 
 def write_result(name: str, document: Mapping[str, object], folder: Path = RESULTS) -> Path:
-    """Stores a document as the new baseline; where it is."""
+    """Stores a document as the new baseline, all of it or nothing; where it is."""
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return path
+    new = path.with_suffix(".json.new")  # whoever is stopped now leaves what was there
+    new.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return new.replace(path)
 
 
 def _bound(figure: Figure) -> str:

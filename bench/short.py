@@ -42,6 +42,8 @@ _LIMITS_S = {
     "store": 60.0,
 }
 _WITH_FILES = ("lookup", "pressure", "store", "ttft")
+_BY_PARTS = ("pressure", "ttft")
+"""Those that write what they know so far: something is left of them where the limit ends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,11 @@ def run_all(
         limit_s = min(_LIMITS_S[name] if short else _FULL_LIMIT_S, deadline - time.monotonic())
         command = [sys.executable, "-m", "kvstore.cli.main", "bench", name, "--json"]
         command += ["--short"] if short else []
+        if name in _BY_PARTS:
+            (out / f"{name}.json").unlink(
+                missing_ok=True
+            )  # of an earlier run: it would count as a part of this one
+            command += ["--out", str(out / f"{name}.json")]
         command += ["--folder", str(parent)] if parent is not None and name in _WITH_FILES else []
         say(f"{name}: at most {limit_s:.0f} s")
         runs.append(run_one(name, command, out, limit_s))

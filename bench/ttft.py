@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.shapes import default_model
@@ -56,6 +56,26 @@ class TtftResult:
     """Why nothing, or not everything, was measured from disk; empty where it was."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What is known so far; `TtftResult` when everything is."""
+
+    run: TtftRun
+    base: Mapping[str, object]
+    raw_bytes_per_s: float = 0.0
+    kill: Kill | None = None
+
+    def so_far(self) -> dict[str, object]:
+        """As `TtftResult`, without what is not there yet."""
+        found = {
+            **self.base,
+            "raw_gb_per_s": self.raw_bytes_per_s / 1e9,
+            "rows": [asdict(row) for row in self.run.rows(self.raw_bytes_per_s)],
+            "disk_error": "it was stopped before it had ended",
+        }
+        return found if self.kill is None else {**found, "kill": asdict(self.kill)}
+
+
 def plan_for(device: str, *, short: bool) -> TtftPlan:
     """The sizes that suit a device, as `--device` names it."""
     if not resolve_device(device).startswith("cuda"):
@@ -71,22 +91,35 @@ def measure(
     model: str | None = None,
     parent: Path | None = None,
     worker: Mapping[str, str] | None = None,
+    keep: Callable[[Mapping[str, object]], None] = lambda _: None,
 ) -> TtftResult:
     """Runs everything. `worker`: further settings of the engine, by key. `parent`: where files are made.
+
+    `keep` is given what is known after each row, as far as it goes: for who may be stopped by a time limit.
 
     Raises: ConfigError where the daemon cannot run here, and what daemon and engine raise.
     """
     name, model = resolve_device(device), model or default_model(device)
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=parent))
     try:
-        run = TtftRun(plan=plan, say=say, folder=folder, model=model, device=name, extra=dict(worker or {}))
+        run = TtftRun(
+            plan=plan,
+            say=say,
+            folder=folder,
+            model=model,
+            device=name,
+            extra=dict(worker or {}),
+            row_done=lambda: keep(known.so_far()),
+        )
+        known = _Known(run=run, base={"model": model, "device": name, "worker": dict(worker or {})})
         with run.service():
             with run.engine() as engine:
-                raw = engine.raw_bytes_per_s(plan.raw_bytes)
+                known.raw_bytes_per_s = raw = engine.raw_bytes_per_s(plan.raw_bytes)
                 run.cold_and_hbm(engine)
                 run.dram(engine)
                 killed_at = engine.kill()
-            kill = run.after_kill(killed_at)
+            known.kill = kill = run.after_kill(killed_at)
+            keep(known.so_far())
             disk_error = ""
             try:
                 run.flush()

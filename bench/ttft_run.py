@@ -146,7 +146,10 @@ class TtftRun:
         model: str,
         device: str,
         extra: Mapping[str, str],
+        row_done: Callable[[], None] = lambda: None,
     ) -> None:
+        """`row_done` is called whenever more is known of a length."""
+        self._row_done = row_done
         self._plan = plan
         self._say = say
         self._folder = folder
@@ -220,6 +223,7 @@ class TtftRun:
                     samples.add(seed, self._ask(engine, length, seed))
                 self._stored_blocks += length // self._plan.block_tokens
                 self._await_dram()
+            self._row_done()
 
     def dram(self, engine: AskedWorker) -> None:
         """Prompts that were put out of HBM by the longest ones, which are samples too."""
@@ -232,6 +236,7 @@ class TtftRun:
                 if length != longest:
                     seed = sample % _PROMPTS
                     samples.add(seed, self._ask(engine, length, seed))
+            self._row_done()
 
     def after_kill(self, killed_at: float) -> Kill:
         """What a new engine process does until it has answered the prompt that the killed one had in HBM last."""
@@ -257,6 +262,7 @@ class TtftRun:
             for seed in range(_PROMPTS):
                 self._say(f"{length:,} tokens: from disk")
                 samples.add(seed, self._ask(engine, length, seed))
+            self._row_done()
 
     def flush(self) -> None:
         """Waits until everything is on disk."""
@@ -319,8 +325,10 @@ class TtftRun:
         return write_size(given)
 
     def rows(self, raw_bytes_per_s: float) -> Iterator[TtftRow]:
-        """One a length."""
+        """One a length that was asked so far."""
         for length, samples in self._samples.items():
+            if not samples.cold:
+                continue
             loaded = int(samples.loaded_tokens() / self._plan.block_tokens * self._slot_bytes)
             answers = [answer for found in samples.warm.values() for answer in found]
             step_s = median([answer.step_s for answer in answers or list(samples.cold.values())])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -62,6 +67,30 @@ def test_prefill_measures_each_length() -> None:
         assert row.tokens_per_s == pytest.approx(row.prompt_tokens / row.seconds)
         assert row.share == pytest.approx(row.tflop_per_s / found.product_tflop_per_s)
     assert len(prefill_figures(asdict(found))) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
+    """A run that a time limit ended wrote nothing at all, and its log did not say how far it had come."""
+    out, log = short_path / "ttft.json", short_path / "log"
+    command = [sys.executable, "-m", "kvstore.cli.main", "bench", "ttft", "--device", "cpu", "--json"]
+    with log.open("wb") as errors, (short_path / "printed").open("wb") as printed:
+        process = subprocess.Popen([*command, "--out", str(out)], stdout=printed, stderr=errors)
+        try:
+            while not out.exists() and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) != 0, "it had ended before"
+        finally:
+            process.kill()
+            process.wait()
+    result = json.loads(out.read_text())["results"]
+    assert [row["prompt_tokens"] for row in result["rows"]][:1] == [256]
+    assert result["rows"][0]["hbm_s"] > 0
+    assert result["disk_error"] == "it was stopped before it had ended"
+    assert f"{result['rows'][0]['prompt_tokens']} tokens: recompute" in log.read_text()
+    assert len(ttft_figures(result)) > 2
 
 
 @pytest.mark.slow
