@@ -53,7 +53,7 @@ class Namespace:
         self._known = KnownChains(block_tokens)
 
     def reopened(self, handle: int, key: bytes) -> None:
-        """What the daemon calls it now. Another key: everything was lost, the tenant's secret too; chains begin anew."""
+        """What the daemon calls it now. Another key: all was lost, the tenant's secret too; chains begin anew."""
         self.handle = handle
         if key != self.key:
             self.key = key
