@@ -65,7 +65,7 @@ test: $(READY)  ## The default tests
 	$(PYTEST) -n 2 --dist loadfile
 
 test-kill: $(READY)  ## Kills worker, daemon, mover and keeper under load
-	$(PYTEST) -m kill tests/kill
+	$(PYTEST) -m kill -v -s tests/kill
 
 test-compat: $(READY)  ## The generated code under protobuf 5.29, 6.33 and 7.x
 	$(PYTEST) -m compat tests/compat

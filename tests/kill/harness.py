@@ -24,10 +24,26 @@ from kvstore.daemon.handover import config_to_toml
 from kvstore.faults import FAULT_VARIABLE
 from tests.support.daemon import Service, wait_for
 
-__all__ = ["HANG_S", "Load", "WorkerSpec", "planned_service"]
+__all__ = ["HANG_S", "Load", "WorkerSpec", "planned_service", "progress", "told_where"]
 
 HANG_S = 45.0
 """Whoever makes no progress for this long hangs. Generous: the machine is small and shared."""
+
+
+def progress(text: str) -> None:
+    """One line for whoever waits for many kills; at once, into a pipe too."""
+    print(text, flush=True)
+
+
+@contextmanager
+def told_where(where: str) -> Iterator[None]:
+    """A failure inside says where it was: which seed, which kill, at which fault point."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(where)
+        progress(f"failed: {where}")
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

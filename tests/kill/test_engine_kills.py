@@ -29,7 +29,7 @@ from engine_adapter.jsonl import GenerateRequest, Result
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.units import MIB
 from tests.engine_adapter.engine import tiny
-from tests.kill.harness import HANG_S
+from tests.kill.harness import HANG_S, progress, told_where
 from tests.support.daemon import Service, small_config, started, wait_for
 
 KILLS = int(os.environ.get("KVSTORE_TEST_ENGINE_KILLS", "20"))
@@ -316,15 +316,18 @@ def test_the_engine_answers_the_same_whoever_dies(tmp_path: Path) -> None:
     )
     with started(config) as service, _stage(service, model, requests, expected) as stage:
         stage.await_answers(2 * len(requests) // CLIENTS)  # most blocks are everywhere now
-        for kind in kinds:
+        progress(f"\n{len(kinds)} kills under the engine, seed {SEED}")
+        for at, kind in enumerate(kinds):
             began = time.monotonic()
-            stage.kill(kind)
-            print(f"{kind} {time.monotonic() - began:.1f} s", end=", ")
+            step = f"{at + 1} of {len(kinds)}, seed {SEED}: {kind}"
+            with told_where(step):
+                stage.kill(kind)
+            progress(f"{step}, {time.monotonic() - began:.1f} s")
         stage.await_answers(len(requests) // CLIENTS)
         stage.end()
     cached = sum((client.cached for client in stage.clients), Counter[str]())
     again = sum(client.asked_again for client in stage.clients)
-    print(
+    progress(
         f"{sum(client.answers for client in stage.clients)} answers, {again} asked again, cached tokens "
         f"{dict(cached)}, slowest {max(client.slowest_s for client in stage.clients):.1f} s"
     )

@@ -16,13 +16,14 @@ import pytest
 
 from kvstore.errors import KvstoreError
 from kvstore.units import MIB
-from tests.kill.harness import HANG_S, Load, WorkerSpec, planned_service
+from tests.kill.harness import HANG_S, Load, WorkerSpec, planned_service, progress, told_where
 from tests.support.daemon import Service, small_config, wait_for
 from tests.support.fault_points import fault_points
 
 KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "180"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 KILLS_A_ROUND = 18
+_NODE = "tests/kill/test_kills.py::test_everything_may_die_and_nothing_is_wrong"
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(600)]
 
@@ -40,6 +41,11 @@ SESSION_POINTS = [
 ]
 """Passed seldom, some of them only when a worker ends or comes."""
 assert set(SESSION_POINTS) <= set(DAEMON_POINTS)
+ELSEWHERE = {"member.asked", "member.joined", "member.opened", "step.done", "step.launched"}
+"""Passed by the engine and by groups of processes only, which this load is none of: `test_launch_kills` and
+`test_tensor_parallel` kill there."""
+assert set(POINTS.worker) >= ELSEWHERE
+WORKER_POINTS = sorted(set(POINTS.worker) - ELSEWHERE)
 SPECS = (WorkerSpec(), WorkerSpec(), WorkerSpec(device=1, slot_kib=32, family=2))
 
 
@@ -211,34 +217,52 @@ def test_everything_may_die_and_nothing_is_wrong(tmp_path: Path, number: int) ->
         nvme_extent_bytes=8 * MIB,
         devices=2,
     )
-    with planned_service(config, faults) as service:
+    again = f"KVSTORE_TEST_SEED={SEED} KVSTORE_TEST_KILLS={KILLS} pytest -m kill {_NODE}[{number}]"
+    progress(
+        f"\nround {number} of {ROUNDS}, seed {SEED}: {len(actions) - 1} kills; "
+        f"faults of the daemon's lives: {', '.join(fault or 'none' for fault in faults)}"
+    )
+    with told_where(f"again: {again}"), planned_service(config, faults) as service:
         played = Round(service, rng)
         try:
-            played.begin()
-            for action in actions:
+            with told_where("before the first kill"):
+                played.begin()
+            for at, action in enumerate(actions):
                 began = time.monotonic()
-                if action == "daemon":
-                    played.kill_daemon()
-                elif action == "daemon-point":
-                    played.await_fault(points.pop(0))
-                elif action == "worker":
-                    played.kill_worker()
+                point = ""
+                if action == "daemon-point":
+                    point = points.pop(0)
                 elif action == "worker-point":
-                    played.kill_worker(f"{rng.choice(POINTS.worker)}:kill:{rng.randrange(1, 60)}")
-                elif action == "mover":
-                    played.kill_mover()
-                elif action == "keeper":
-                    played.kill_keeper()
-                else:
-                    played.stop_worker()
-                played.check()
-                print(f"{action} {time.monotonic() - began:.1f} s", end=", ")
-            played.quiesce()
-            print(f"round {number}: {played.kills} kills, {_summary(played)}")
-            assert played.kills == len(actions) - 1
+                    point = f"{rng.choice(WORKER_POINTS)}:kill:{rng.randrange(1, 60)}"
+                step = f"round {number}, {at + 1} of {len(actions)}: {action} {point}".rstrip()
+                with told_where(f"{step}; planned faults {faults}"):
+                    _carry_out(played, action, point)
+                progress(f"{step}, {time.monotonic() - began:.1f} s")
+            with told_where(f"round {number}, after its kills; planned faults {faults}"):
+                played.quiesce()
+                assert played.kills == len(actions) - 1
+            progress(f"round {number}: {played.kills} kills, {_summary(played)}")
         finally:
             for load in played.all_loads:
                 load.end()
+
+
+def _carry_out(played: Round, action: str, point: str) -> None:
+    """One kill, and that all goes on after it. `point`: the fault point at which somebody dies by itself."""
+    match action:
+        case "daemon":
+            played.kill_daemon()
+        case "daemon-point":
+            played.await_fault(point)
+        case "worker" | "worker-point":
+            played.kill_worker(point)
+        case "mover":
+            played.kill_mover()
+        case "keeper":
+            played.kill_keeper()
+        case _:
+            played.stop_worker()
+    played.check()
 
 
 def _summary(played: Round) -> str:
