@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +67,18 @@ def test_a_path_whose_folder_is_gone_is_paused_with_one_line_and_comes_back(plac
         assert reply.durable_blocks == BLOCKS
         assert service.faults() == []
         one.close()
+
+
+def test_a_service_whose_path_is_paused_ends_soon(place: Path) -> None:
+    """Nothing failed any more while it was paused, so the drain took its disk for a slow one and waited to the end."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service:
+        shutil.rmtree(config.nvme[0].path)
+        one = RawClient(service.socket).begin()
+        _into_dram(one, range(4 * BLOCKS))
+        wait_for("the pause", lambda: "fails all writes" in " ".join(service.stats().warnings))
+        one.close()
+        began_s = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(DEADLINE_S) == 0, service.tail()
+        assert time.monotonic() - began_s < 10.0, "the drain's deadline is 30 s"
