@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.absence import Absence
+from engine_adapter.base import RequestId
+from engine_adapter.engine.engine import Output
+from engine_adapter.engine.request import FinishReason
+from engine_adapter.jsonl import decode_event
+from engine_adapter.requests import Answer
+from engine_adapter.worker import WorkerLimits, _Live, _Server
 from kvstore.errors import Unavailable
 from tests.support.daemon import small_config, started, wait_for
 from tests.support.driver import Driver, attached
@@ -76,3 +82,26 @@ def test_a_request_beyond_the_slots_in_hand_ends_when_the_daemon_stays_away(
         "the daemon is away: going on without a cache, in the slots in hand",
         "the daemon is back",
     ]
+
+
+class Client:
+    """A connection's place: keeps the lines that are sent."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def send(self, line: bytes) -> None:
+        self.lines.append(line)
+
+
+def test_a_worker_tells_its_client_why_and_forgets_the_request() -> None:
+    server, client, name = _Server(None, WorkerLimits()), Client(), RequestId("1/a")  # type: ignore[arg-type]
+    answer = Answer(accepted_at=0.0, prompt_tokens=9)
+    server._live[name] = _Live(connection=client, name="a", stream=True, answer=answer)  # type: ignore[arg-type]
+    error = Unavailable("the daemon is away: start `kvstore serve`")
+    failed = Output(request_id=name, token_ids=(), text="", finish=FinishReason.FAILED, error=error)
+    server._outputs([failed, failed])
+    (line,) = client.lines
+    assert not server._live
+    with pytest.raises(Unavailable, match="start `kvstore serve`"):
+        decode_event(line)
