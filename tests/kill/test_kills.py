@@ -42,8 +42,8 @@ SESSION_POINTS = [
 """Passed seldom, some of them only when a worker ends or comes."""
 assert set(SESSION_POINTS) <= set(DAEMON_POINTS)
 ELSEWHERE = {"member.asked", "member.joined", "member.opened", "step.done", "step.launched"}
-"""Passed by the engine and by groups of processes only, which this load is none of: `test_launch_kills` and
-`test_tensor_parallel` kill there."""
+"""Passed by the engine and by groups of processes only, and this load is neither: `test_launch_kills` kills at
+`step.launched`, `test_tensor_parallel` at the points of a member, nothing at `step.done`."""
 assert set(POINTS.worker) >= ELSEWHERE
 WORKER_POINTS = sorted(set(POINTS.worker) - ELSEWHERE)
 SPECS = (WorkerSpec(), WorkerSpec(), WorkerSpec(device=1, slot_kib=32, family=2))
