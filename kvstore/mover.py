@@ -310,8 +310,10 @@ class Mover:
     def _send_held(self) -> None:
         with self._sending:
             held, self._held = self._held, []
-        for begin in range(0, sum(map(len, held)), wire.MAX_BATCH_MOVES):
-            self._send_replies(np.concatenate(held)[begin : begin + wire.MAX_BATCH_MOVES])
+        if held:
+            replies = np.concatenate(held)
+            for begin in range(0, len(replies), wire.MAX_BATCH_MOVES):
+                self._send_replies(replies[begin : begin + wire.MAX_BATCH_MOVES])
 
     def _send_replies(self, replies: Replies) -> None:
         with self._sending:

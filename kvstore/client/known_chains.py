@@ -45,8 +45,9 @@ class KnownChains:
             branch = self._branches.get(self._first(tokens))
             if branch is None:
                 return _NO_HASHES
-            best = max(branch, key=lambda known: self._common_blocks(known, tokens))
-            return best.hashes[: self._common_blocks(best, tokens)]
+            blocks = [self._common_blocks(known, tokens) for known in branch]
+            longest = max(blocks)
+            return branch[blocks.index(longest)].hashes[:longest]
 
     def remember(self, tokens: NDArray[np.uint32], hashes: NDArray[np.uint64]) -> None:
         """A prompt and the hashes of its whole blocks; neither may be changed afterwards."""

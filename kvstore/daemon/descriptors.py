@@ -13,7 +13,6 @@ import asyncio
 import errno
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from kvstore.daemon.memory import Memory
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session, token_digest
 from kvstore.daemon.sessions import Member, Sessions
+from kvstore.daemon.sockets import check_peer
 from kvstore.errors import InvalidArgument, KvstoreError, PermissionDenied
 from kvstore.layout import Tier
 from kvstore.moves import ExtentInfo, SessionId
@@ -36,7 +36,6 @@ _MAX_STRANGERS = 64
 _BACKLOG = 512  # a full one refuses at once: processes that start together must all fit
 _HELLO_TIMEOUT_S = 5.0
 _MAX_REFUSALS = 64  # that wait for one connection unread; more are counted only
-_UCRED = struct.Struct("3i")
 _STARVED = (
     errno.ETOOMANYREFS,
     errno.ENOBUFS,
@@ -217,13 +216,13 @@ class DescriptorServer:
             if error.errno in (errno.EMFILE, errno.ENFILE, *_STARVED):
                 self._pause_accepting()  # whoever waits stays readable: asking at once would take all of the loop
             return  # else it has gone again
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         connection = _Connection(self, sock)
-        if uid not in (os.geteuid(), 0):
-            self.refuse(
-                connection, PermissionDenied(f"process {pid} is of uid {uid}: memory is not shared with it")
-            )
-        elif len(self._strangers) >= _MAX_STRANGERS:
+        try:
+            check_peer(sock)
+        except PermissionDenied as error:
+            self.refuse(connection, error)
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
             self.disconnect(connection)
         else:
             self._strangers.add(connection)

@@ -8,17 +8,16 @@ Owner loop only.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
 from typing import cast
 
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import stream_error
 from kvstore.daemon.session import Session
+from kvstore.daemon.sockets import check_peer
 from kvstore.daemon.stream import QUEUED_MESSAGES, SessionStreams
-from kvstore.errors import InvalidArgument, KvstoreError, PermissionDenied, ResourceExhausted
+from kvstore.errors import InvalidArgument, KvstoreError, ResourceExhausted
 from kvstore.wire.frames import HELLO_BYTES, FrameReader, frame, parse_hello
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -28,7 +27,6 @@ _LOG = Log("frames")
 _HELLO_TIMEOUT_S = 5.0
 _MAX_STRANGERS = 64
 _BACKLOG = 512
-_UCRED = struct.Struct("3i")
 
 
 class _Stream(asyncio.Protocol):
@@ -64,7 +62,8 @@ class _Stream(asyncio.Protocol):
             return
         try:
             if self._session is None:
-                data = self._take_hello(data)
+                self._take_hello(data)
+                return
             for packed in self._reader.feed(data):
                 self._take(packed)
         except KvstoreError as error:
@@ -114,19 +113,15 @@ class _Stream(asyncio.Protocol):
 
     # ------------------------------------------------------------ of its own
 
-    def _take_hello(self, data: bytes) -> bytes:
-        """What comes behind the hello waits in the reader, and in the socket, until the session is open."""
-        if self._opening is not None:
-            self._hello += data  # uvloop and asyncio may still deliver what they had read
-            return b""
-        self._hello += data
-        if len(self._hello) >= HELLO_BYTES:
+    def _take_hello(self, data: bytes) -> None:
+        """What comes behind the hello waits here, and in the socket, until the session is open."""
+        self._hello += data  # while that is awaited too: the loop may still deliver what it had read
+        if self._opening is None and len(self._hello) >= HELLO_BYTES:
             token = parse_hello(bytes(self._hello[:HELLO_BYTES]))
             del self._hello[:HELLO_BYTES]
             assert self._transport is not None
             self._transport.pause_reading()
             self._opening = asyncio.create_task(self._open(token))
-        return b""
 
     async def _open(self, token: bytes) -> None:
         try:
@@ -190,9 +185,7 @@ class FrameServer:
 
     def admit(self, stream: _Stream, sock: socket.socket) -> None:
         """A peer has connected. Raises: PermissionDenied, ResourceExhausted."""
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if uid not in (os.geteuid(), 0):
-            raise PermissionDenied(f"process {pid} is of uid {uid}: memory is not shared with it")
+        check_peer(sock)
         if len(self._strangers) >= _MAX_STRANGERS:
             raise ResourceExhausted("too many streams are being opened", retry_after_s=0.1)
         self._strangers.add(stream)
