@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvstore.units import MIB
+from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import Service, children, small_config, start, started, wait_for
 
 WORDS = ("kv", "hbm", "dram", "lmdb", "mover")
@@ -61,6 +62,8 @@ def test_nothing_is_left_but_sockets_lock_and_disk(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as worker:
         try:
             wait_for("blocks on disk", lambda: service.tier("nvme").sealed_slots >= 50)
+            # Written is not yet durable: only what a flush has answered for is known after a kill.
+            service.rpc.call("Flush", pb.FlushRequest(deadline_ms=10_000), 20.0)
         finally:
             kill_all(service, worker)
     service.rpc.close()
