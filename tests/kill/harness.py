@@ -26,7 +26,7 @@ from tests.support.daemon import Service, wait_for
 
 __all__ = ["HANG_S", "Load", "WorkerSpec", "planned_service", "progress", "told_where"]
 
-HANG_S = 45.0
+HANG_S = 90.0
 """Whoever makes no progress for this long hangs. Generous: the machine is small and shared."""
 
 
