@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Corruption
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.slab import sync_directory
 
 __all__ = ["EVERY_NAMESPACE", "note_cleared", "read_cleared", "without_cleared"]
@@ -27,14 +28,14 @@ _DIGEST_BYTES = 16
 _TOUCH_SHIFT = np.uint64(20)  # below it a touch key has the depth: kvstore.layout.touch_key
 
 
-def read_cleared(directory: Path) -> dict[bytes, int]:
+def read_cleared(directory: Path, disk: Disk = SYSTEM_DISK) -> dict[bytes, int]:
     """Wall clock of the last clear in ms, by first half of the namespace's digest or EVERY_NAMESPACE.
 
     Raises Corruption where the file is damaged.
     """
     file = directory / _FILE
     try:
-        text = file.read_text(encoding="ascii")
+        text = disk.read_file(file).decode("ascii")
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
@@ -52,9 +53,9 @@ def read_cleared(directory: Path) -> dict[bytes, int]:
     return found
 
 
-def note_cleared(directory: Path, news: Mapping[bytes, int]) -> None:
+def note_cleared(directory: Path, news: Mapping[bytes, int], disk: Disk = SYSTEM_DISK) -> None:
     """Adds to what `read_cleared` gives; durable when it returns. Raises OSError, Corruption. One caller at a time."""
-    entries = read_cleared(directory)
+    entries = read_cleared(directory, disk)
     for digest, now_ms in news.items():
         entries[digest] = max(now_ms, entries.get(digest, 0))
     every_ms = entries.get(EVERY_NAMESPACE, 0)
@@ -64,14 +65,14 @@ def note_cleared(directory: Path, news: Mapping[bytes, int]) -> None:
         if digest == EVERY_NAMESPACE or ms > every_ms
     ]
     unfinished = directory / f"{_FILE}.new"
-    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = disk.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, "".join(lines).encode("ascii"))
-        os.fsync(fd)
+        disk.write(fd, "".join(lines).encode("ascii"))
+        disk.fsync(fd)
     finally:
-        os.close(fd)
-    unfinished.rename(directory / _FILE)
-    sync_directory(directory)
+        disk.close(fd)
+    disk.rename(unfinished, directory / _FILE)
+    sync_directory(directory, disk)
 
 
 def without_cleared(records: NDArray[np.void], cleared: Mapping[bytes, int]) -> NDArray[np.void]:

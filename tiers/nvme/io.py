@@ -19,6 +19,7 @@ from kvstore.errors import NotFound
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE, REPLY
 from tiers.base import MemoryTier, Moves, Replies
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, Trailer, checksum, read_trailer, write_trailer
 
@@ -80,11 +81,15 @@ class NvmeTier:
         memory: MemoryTier,
         *,
         direct: bool = True,
+        disk: Disk = SYSTEM_DISK,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
     ) -> None:
         self._directory = directory
         self._memory = memory
         self._direct = direct
+        self._disk = disk
+        self._clock_ms = clock_ms
         self._notify = notify
         self._noticed: dict[str, float] = {}
         self._slabs: dict[int, Slab] = {}  # by extent
@@ -106,7 +111,7 @@ class NvmeTier:
     def open_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int) -> None:
         """See StorageTier."""
         self._unopened.add(extent)
-        slab = open_slab(self._directory, number, nbytes, slot_bytes, direct=self._direct)
+        slab = open_slab(self._directory, number, nbytes, slot_bytes, direct=self._direct, disk=self._disk)
         self._unopened.discard(extent)
         if self._direct and not slab.direct:
             self._notice("direct", f"{self._directory} refuses O_DIRECT: blocks go through the page cache")
@@ -121,7 +126,7 @@ class NvmeTier:
             self._close(slab)
         if slab is None:
             raise NotFound(f"no slab is open as extent {extent}")
-        remove_slab(self._directory, slab.file)
+        remove_slab(self._directory, slab.file, self._disk)
 
     def _close(self, slab: Slab | None) -> None:
         if slab is not None and slab is not self._in_sync:
@@ -225,7 +230,7 @@ class NvmeTier:
 
     def _write(self, run: _Run) -> tuple[list[int], list[bytes]]:
         """Status and checksum of each block."""
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = self._clock_ms()
         checksums = [checksum(payload) for payload in run.buffers[::2]]
         for row, page, digest in zip(run.rows, run.buffers[1::2], checksums, strict=True):
             write_trailer(page, _trailer(row, run.slab.file.slot_bytes, now_ms, digest))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.layout import touch_key
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.index import RECORD
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, Trailer, read_trailer
@@ -31,7 +32,7 @@ class _Found:
     written_ms: NDArray[np.uint64]  # [n]
 
 
-def scan_slabs(directory: Path, slabs: Sequence[SlabFile]) -> NDArray[np.void]:
+def scan_slabs(directory: Path, slabs: Sequence[SlabFile], disk: Disk = SYSTEM_DISK) -> NDArray[np.void]:
     """RECORD[] of every slot with a whole trailer, by slab and slot. Of blocks found twice the newest is kept.
 
     A slab that cannot be read counts as empty. O(slots).
@@ -40,7 +41,7 @@ def scan_slabs(directory: Path, slabs: Sequence[SlabFile]) -> NDArray[np.void]:
     if not jobs:
         return np.empty(0, dtype=RECORD)
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda job: _scan_batch(directory, *job), jobs))
+        found = list(pool.map(lambda job: _scan_batch(disk, directory, *job), jobs))
     records = np.concatenate([part.records for part in found])
     return _newest(records, np.concatenate([part.written_ms for part in found]))
 
@@ -57,34 +58,35 @@ def keep_known(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[
     return records[known]
 
 
-def _scan_batch(directory: Path, file: SlabFile, first: int) -> _Found:
+def _scan_batch(disk: Disk, directory: Path, file: SlabFile, first: int) -> _Found:
     """The blocks of up to 512 slots from `first`."""
     slots: list[int] = []
     trailers: list[Trailer] = []
     try:
-        fd = os.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = disk.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return _found(file, slots, trailers)
     stride = stride_bytes(file.slot_bytes)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        disk.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for slot in range(first, min(first + _BATCH_SLOTS, file.slots)):
-            trailer = _read(fd, slot * stride + file.slot_bytes)
+            trailer = _read(disk, fd, slot * stride + file.slot_bytes)
             if trailer is not None and trailer.offset == slot * stride and trailer.length == file.slot_bytes:
                 slots.append(slot)
                 trailers.append(trailer)
     finally:
-        os.close(fd)
+        disk.close(fd)
     return _found(file, slots, trailers)
 
 
-def _read(fd: int, offset: int) -> Trailer | None:
+def _read(disk: Disk, fd: int, offset: int) -> Trailer | None:
     """The trailer at `offset`; one that cannot be read is none."""
+    page = memoryview(bytearray(TRAILER_BYTES))
     try:
-        page = os.pread(fd, TRAILER_BYTES, offset)
+        count = disk.preadv(fd, [page], offset)
     except OSError:
         return None
-    return read_trailer(memoryview(page)) if len(page) == TRAILER_BYTES else None
+    return read_trailer(page) if count == TRAILER_BYTES else None
 
 
 def _found(file: SlabFile, slots: list[int], trailers: list[Trailer]) -> _Found:

@@ -2,7 +2,7 @@
 
 The file's name carries its number and its slot size, so that the slots can be found without any index. O_DIRECT where
 the file system allows; elsewhere buffered, with what was read dropped from the page cache. A new slab is made under
-another name and renamed when it is allocated in full, so a crash leaves no half of one.
+another name and renamed when it is allocated in full, so a crash leaves no half of one. `disk` is what it all lies on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from kvstore.errors import InvalidArgument, KvstoreError, ResourceExhausted
 from kvstore.units import format_size
 from tiers.base import PAGE_BYTES
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.trailer import TRAILER_BYTES
 
 __all__ = [
@@ -69,10 +70,11 @@ def slots_in(nbytes: int, slot_bytes: int) -> int:
 class Slab:
     """An open slab. Reads and writes are safe from several threads; `close` is not."""
 
-    __slots__ = ("_fd", "direct", "dirty", "file")
+    __slots__ = ("_disk", "_fd", "direct", "dirty", "file")
 
-    def __init__(self, fd: int, file: SlabFile, *, direct: bool) -> None:
+    def __init__(self, fd: int, file: SlabFile, *, direct: bool, disk: Disk = SYSTEM_DISK) -> None:
         self._fd = fd
+        self._disk = disk
         self.file = file
         self.direct = direct
         self.dirty = False
@@ -80,14 +82,14 @@ class Slab:
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv: bytes read, which may be fewer than asked for. Raises OSError."""
-        count = os.preadv(self._fd, buffers, offset)
+        count = self._disk.preadv(self._fd, buffers, offset)
         if not self.direct:
-            os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
+            self._disk.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
         return count
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> int:
         """pwritev: bytes written, which may be fewer than asked for. Raises OSError."""
-        count = os.pwritev(self._fd, buffers, offset)
+        count = self._disk.pwritev(self._fd, buffers, offset)
         self.dirty = True  # after it: a sync between would take the mark away and not have the bytes
         return count
 
@@ -97,21 +99,29 @@ class Slab:
             return
         self.dirty = False
         try:
-            os.fdatasync(self._fd)
+            self._disk.fdatasync(self._fd)
         except OSError:
             self.dirty = True
             raise
         if not self.direct:
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._disk.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Closes the file."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._disk.close(self._fd)
             self._fd = -1
 
 
-def open_slab(directory: Path, number: int, nbytes: int, slot_bytes: int, *, direct: bool = True) -> Slab:
+def open_slab(
+    directory: Path,
+    number: int,
+    nbytes: int,
+    slot_bytes: int,
+    *,
+    direct: bool = True,
+    disk: Disk = SYSTEM_DISK,
+) -> Slab:
     """Opens the slab, creating it where it does not exist. `direct` is a wish: see `Slab.direct`.
 
     Raises InvalidArgument for a size no slab can have, ResourceExhausted where the disk has no room, KvstoreError.
@@ -121,14 +131,14 @@ def open_slab(directory: Path, number: int, nbytes: int, slot_bytes: int, *, dir
         raise InvalidArgument(f"a slab of {nbytes} bytes cannot have slots of {slot_bytes} bytes")
     path = directory / file.name
     try:
-        if not path.exists():
-            _create(path, nbytes)
-        fd, is_direct = _open(path, direct=direct)
+        if not disk.exists(path):
+            _create(disk, path, nbytes)
+        fd, is_direct = _open(disk, path, direct=direct)
         try:
-            if os.fstat(fd).st_size < nbytes:  # cut short by somebody: what is missing reads as no trailer
-                os.posix_fallocate(fd, 0, nbytes)
+            if disk.size(fd) < nbytes:  # cut short by somebody: what is missing reads as no trailer
+                disk.posix_fallocate(fd, 0, nbytes)
         except BaseException:
-            os.close(fd)
+            disk.close(fd)
             raise
     except OSError as error:
         if error.errno in _NO_ROOM:
@@ -136,74 +146,74 @@ def open_slab(directory: Path, number: int, nbytes: int, slot_bytes: int, *, dir
                 f"no space for a slab of {format_size(nbytes)} in {directory}: {error.strerror}"
             ) from error
         raise KvstoreError(f"cannot open {path}: {error.strerror}") from error
-    return Slab(fd, file, direct=is_direct)
+    return Slab(fd, file, direct=is_direct, disk=disk)
 
 
-def list_slabs(directory: Path) -> list[SlabFile]:
+def list_slabs(directory: Path, disk: Disk = SYSTEM_DISK) -> list[SlabFile]:
     """The slabs of a directory by number; removes what a crash left unfinished."""
     files = []
-    for entry in os.scandir(directory):
-        found = _NAME.fullmatch(entry.name)
+    for name, nbytes in disk.files(directory):
+        found = _NAME.fullmatch(name)
         if found:
-            files.append(
-                SlabFile(number=int(found[1]), slot_bytes=int(found[2]), nbytes=entry.stat().st_size)
-            )
-        elif entry.name.endswith(_UNFINISHED) and _NAME.fullmatch(entry.name.removesuffix(_UNFINISHED)):
-            Path(entry.path).unlink()
+            files.append(SlabFile(number=int(found[1]), slot_bytes=int(found[2]), nbytes=nbytes))
+        elif name.endswith(_UNFINISHED) and _NAME.fullmatch(name.removesuffix(_UNFINISHED)):
+            disk.unlink(directory / name)
     return sorted(files, key=lambda file: file.number)
 
 
-def remove_slab(directory: Path, file: SlabFile) -> None:
+def remove_slab(directory: Path, file: SlabFile, disk: Disk = SYSTEM_DISK) -> None:
     """Deletes a slab's file; none is no error."""
-    (directory / file.name).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(directory / file.name)
 
 
-def sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path, disk: Disk = SYSTEM_DISK) -> None:
     """Makes created, renamed and deleted names durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = disk.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        disk.fsync(fd)
     finally:
-        os.close(fd)
+        disk.close(fd)
 
 
-def _create(path: Path, nbytes: int) -> None:
+def _create(disk: Disk, path: Path, nbytes: int) -> None:
     unfinished = path.with_name(path.name + _UNFINISHED)
-    unfinished.unlink(missing_ok=True)
-    fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(unfinished)
+    fd = disk.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
-        os.fsync(fd)
-        unfinished.rename(path)
-        sync_directory(path.parent)
+        disk.posix_fallocate(fd, 0, nbytes)
+        disk.fsync(fd)
+        disk.rename(unfinished, path)
+        sync_directory(path.parent, disk)
     except BaseException:
         with contextlib.suppress(OSError):
-            unfinished.unlink()
+            disk.unlink(unfinished)
         raise
     finally:
-        os.close(fd)
+        disk.close(fd)
 
 
-def _open(path: Path, *, direct: bool) -> tuple[int, bool]:
+def _open(disk: Disk, path: Path, *, direct: bool) -> tuple[int, bool]:
     """Descriptor, and whether it is O_DIRECT: some file systems refuse at open, some only at the first read."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     if direct:
         try:
-            fd = os.open(path, flags | os.O_DIRECT)
+            fd = disk.open(path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         else:
-            if _reads_direct(fd):
+            if _reads_direct(disk, fd):
                 return fd, True
-            os.close(fd)
-    return os.open(path, flags), False
+            disk.close(fd)
+    return disk.open(path, flags), False
 
 
-def _reads_direct(fd: int) -> bool:
-    with mmap.mmap(-1, PAGE_BYTES) as page:
+def _reads_direct(disk: Disk, fd: int) -> bool:
+    with mmap.mmap(-1, PAGE_BYTES) as memory, memoryview(memory) as page:
         try:
-            os.preadv(fd, [page], 0)
+            disk.preadv(fd, [page], 0)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return False

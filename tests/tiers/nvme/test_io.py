@@ -16,6 +16,7 @@ from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, STRIDE, Harness
 from tiers.nvme import slab as slab_module
+from tiers.nvme.disk import SystemDisk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import Slab, SlabFile, list_slabs, open_slab
 from tiers.nvme.trailer import Trailer, read_trailer, write_trailer
@@ -203,7 +204,7 @@ def test_a_file_system_without_o_direct_is_used_and_said(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, mode)
 
-    monkeypatch.setattr(slab_module.os, "open", refusing)
+    monkeypatch.setattr(SystemDisk, "open", staticmethod(refusing))
     tier = NvmeTier(tmp_path, harness.memory, notify=notices.append)
     tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
     assert not tier.direct
@@ -219,7 +220,7 @@ def test_a_file_system_without_o_direct_is_used_and_said(
 def test_a_file_system_that_refuses_only_the_read_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab_module, "_reads_direct", lambda fd: False)
+    monkeypatch.setattr(slab_module, "_reads_direct", lambda disk, fd: False)
     assert not open_slab(tmp_path, 1, SLABS, SLOT_BYTES).direct
 
 
@@ -257,7 +258,7 @@ def test_a_failed_sync_is_tried_again(
         calls.append(fd)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(slab_module.os, "fdatasync", fail)
+    monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(fail))
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
             tier.sync()
@@ -281,8 +282,8 @@ def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
         synced.append(fd)
         real_sync(fd)
 
-    monkeypatch.setattr(slab_module.os, "pwritev", write_after_a_sync)
-    monkeypatch.setattr(slab_module.os, "fdatasync", counted)
+    monkeypatch.setattr(SystemDisk, "pwritev", staticmethod(write_after_a_sync))
+    monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(counted))
     tier.transfer(harness.moves_for([0]))
     before = len(synced)
     tier.sync()
@@ -305,7 +306,7 @@ def test_a_drop_does_not_wait_for_a_sync(
         os.fstat(fd)  # still ours: nobody closed it under the sync
         descriptors.append(fd)
 
-    monkeypatch.setattr(slab_module.os, "fdatasync", slow)
+    monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(slow))
     with ThreadPoolExecutor(2) as pool:
         sync = pool.submit(tier.sync)
         assert began.wait(20)
@@ -330,7 +331,7 @@ def test_a_sync_ends_after_one_that_was_under_way(
         began.set()
         assert go_on.wait(20)
 
-    monkeypatch.setattr(slab_module.os, "fdatasync", slow)
+    monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(slow))
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(tier.sync)
         assert began.wait(20)
