@@ -10,7 +10,8 @@ needs no keeper. It allocates nothing large, reads no file, and uses the standar
 SIGKILL ends it: memory that must outlive the daemon lives as long as this process.
 
 One thread, one poll loop. SIGTERM and SIGINT are passed on; SIGHUP is ignored. Exit codes: 0 when the daemon ended
-with 0 or was told to stop and did; 1 when it refused its configuration (exit 78; it has said why).
+with 0 or was told to stop and did; 2 when it refused its configuration (exit 78), 1 when it cannot start as things are
+(exit 69: a path or socket in use); it has said why.
 """
 
 from __future__ import annotations
@@ -29,10 +30,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CONFIG_EXIT", "KEEPER_PID", "MAX_DESCRIPTORS", "Keeper", "bind_notify_socket", "main"]
+__all__ = [
+    "CONFIG_EXIT",
+    "KEEPER_PID",
+    "MAX_DESCRIPTORS",
+    "REFUSED_EXIT",
+    "Keeper",
+    "bind_notify_socket",
+    "main",
+]
 
 CONFIG_EXIT = 78
-"""Exit code of a daemon that must not be started again as it is (EX_CONFIG)."""
+"""Exit code of a daemon that must not be started again as it is configured (EX_CONFIG)."""
+REFUSED_EXIT = 69
+"""Exit code of one whose configuration is right and that cannot start as things are (EX_UNAVAILABLE)."""
 KEEPER_PID = "KVSTORE_KEEPER_PID"
 """Environment variable that tells the daemon which process to watch."""
 MAX_DESCRIPTORS = 8192
@@ -47,6 +58,7 @@ _KEPT_AT_RESET = (
     "mover-"  # a mover of the old daemon may still write to its disk: the next one must wait for it
 )
 _FAULT = "KVSTORE_FAULT"
+_REFUSALS = {CONFIG_EXIT: 2, REFUSED_EXIT: 1}  # what we exit with, as `kvstore` does
 _CREDENTIALS_BYTES = 12  # struct ucred: pid, uid, gid
 
 
@@ -173,8 +185,8 @@ class Keeper:
         os.close(run.pidfd)
         os.environ.pop(_FAULT, None)  # a fault that a test asked for is for one life
         _reap()
-        if status == CONFIG_EXIT:
-            return 1
+        if status in _REFUSALS:
+            return _REFUSALS[status]
         if status == 0 or (status is None and run.stopping) or self.stop_by_s is not None:
             return 0
         how = (
@@ -277,7 +289,7 @@ def _exec_daemon(command: Sequence[str], fds: dict[str, int], notify: socket.soc
     except OSError as error:
         _say(f"cannot start {command[0]}: {error}")
     finally:
-        os._exit(CONFIG_EXIT)
+        os._exit(REFUSED_EXIT)
 
 
 def _tell_our_own_manager(state: str) -> None:

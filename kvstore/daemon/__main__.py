@@ -14,8 +14,8 @@ from kvstore.daemon.app import Daemon
 from kvstore.daemon.handover import config_from_toml
 from kvstore.daemon.log import configure
 from kvstore.daemon.notify import inherited_descriptors
-from kvstore.errors import KvstoreError
-from kvstore.keeper import CONFIG_EXIT
+from kvstore.errors import ConfigError, KvstoreError
+from kvstore.keeper import CONFIG_EXIT, REFUSED_EXIT
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ _CRASH_EXIT = 1
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Runs until a signal. Exits with 0 after a clean end, 78 where it must not be started again as it is."""
+    """Runs until a signal. Exits with 0 after a clean end, 78 or 69 where it must not be started again as it is."""
     parser = argparse.ArgumentParser(prog="kvstored", description=__doc__)
     parser.add_argument("--config", required=True, help="the configuration as TOML text")
     inherited = inherited_descriptors(os.environ, os.getpid())
@@ -61,7 +61,7 @@ async def _work(config: ServeConfig, inherited: dict[str, int]) -> NoReturn:
 
 def _say(error: KvstoreError) -> int:
     print(f"kvstore: {' '.join(str(error).split())}", file=sys.stderr)
-    return CONFIG_EXIT
+    return CONFIG_EXIT if isinstance(error, ConfigError) else REFUSED_EXIT
 
 
 def _leave(code: int) -> NoReturn:

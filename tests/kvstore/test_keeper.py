@@ -156,11 +156,13 @@ def test_exit_with_zero_ends_the_keeper(kept: Kept) -> None:
     assert kept.process.wait(DEADLINE_S) == 0
 
 
-def test_a_refused_configuration_is_not_tried_again(kept: Kept) -> None:
+@pytest.mark.parametrize("daemon, keeper", [(78, 2), (69, 1)])
+def test_a_refused_start_is_not_tried_again(kept: Kept, daemon: int, keeper: int) -> None:
+    """A wrong configuration that only the daemon could see ended `kvstore serve` with 1, as a failure does."""
     kept.next()
     with kept.fifo.open("w") as file:
-        file.write("os._exit(78)\n")
-    assert kept.process.wait(DEADLINE_S) == 1
+        file.write(f"os._exit({daemon})\n")
+    assert kept.process.wait(DEADLINE_S) == keeper
     assert len(kept.log.read_text().splitlines()) == 1
 
 
