@@ -11,9 +11,19 @@ import typer
 
 from bench import engine_commands
 from bench import lookup as lookup_bench
+from bench import nvme as nvme_bench
 from bench import store as store_bench
 from bench.copy_commands import copy, interference
-from bench.output import FolderOption, JsonOption, SaveOption, ShortOption, checked, finish, progress
+from bench.output import (
+    FolderOption,
+    JsonOption,
+    OutOption,
+    SaveOption,
+    ShortOption,
+    checked,
+    finish,
+    progress,
+)
 from bench.report import Figure
 
 __all__ = ["app"]
@@ -58,6 +68,22 @@ def store(
         legs = store_bench.measure(plan, say, checked(folder))
     result: Mapping[str, object] = {"legs": [asdict(leg) for leg in legs]}
     finish("store", result, _store_figures, as_json=as_json, save=save)
+
+
+@app.command()
+def nvme(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+) -> None:
+    """How fast, and for how much processor time, blocks move between DRAM and NVMe, beside a plain O_DIRECT loop."""
+    plan = nvme_bench.SHORT if short else nvme_bench.FULL
+    with progress() as say:
+        found = nvme_bench.measure(plan, say, checked(folder))
+    finish("nvme", asdict(found), nvme_bench.figures, as_json=as_json, save=save, out=out)
 
 
 _TWO_CORES = {"match_ms 1024": 0.5, "match_ms 4096": 1.0, "call_ms 1024": 2.0, "call_ms 4096": 4.0}

@@ -86,7 +86,16 @@ def test_all_are_run_and_none_takes_more_than_is_left(
 
     monkeypatch.setattr(short, "run_one", fake)
     runs = run_all(tmp_path, lambda _: None, short=True, parent=tmp_path)
-    assert {run.name for run in runs} >= {"copy", "ttft", "decode", "prefill", "lookup", "pressure", "store"}
+    assert {run.name for run in runs} >= {
+        "copy",
+        "ttft",
+        "decode",
+        "prefill",
+        "lookup",
+        "pressure",
+        "store",
+        "nvme",
+    }
     assert max(limits) <= 600
     summary = json.loads((tmp_path / "summary.json").read_text())["results"]
     assert [run["name"] for run in summary if not run["error"]] == ["copy"]
