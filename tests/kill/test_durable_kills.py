@@ -1,0 +1,189 @@
+"""Kills the daemon under a load of writes, and then looks that whatever a Flush acknowledged is there, byte for byte.
+
+Every eighth time the keeper dies too: then memory is gone and the disk alone answers. $KVSTORE_TEST_DURABLE_KILLS
+sets how many kills (default 60), $KVSTORE_TEST_SEED which moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine_adapter.base import RequestId
+from kvstore.errors import KvstoreError
+from kvstore.layout import NONE
+from kvstore.units import MIB
+from tests.kill.harness import HANG_S, progress, told_where
+from tests.support.daemon import Service, small_config, start, wait_for
+from tests.support.driver import Driver, attached
+from tests.support.worker import BLOCK_TOKENS
+
+KILLS = int(os.environ.get("KVSTORE_TEST_DURABLE_KILLS", "60"))
+SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
+PROMPT_BLOCKS = 12
+NVME_BYTES = 1024 * MIB
+MOST_PROMPTS = NVME_BYTES // (20 * 1024) // PROMPT_BLOCKS * 3 // 4
+"""Slots of 16 KiB with their trailers: as many prompts never fill the disk, so that nothing may be evicted."""
+EVERYTHING = 8  # one kill in so many is the keeper's too
+CHECKED_A_KILL = 6
+
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(3600)]
+
+
+class Writer:
+    """One engine that stores prompts nobody has seen, flushes, and remembers what was acknowledged."""
+
+    def __init__(self, engine: Driver, rng: random.Random) -> None:
+        self.acknowledged: list[list[int]] = []
+        self.checked = 0
+        self._engine = engine
+        self._rng = rng
+        self._number = 0
+        self._stored: list[list[int]] = []  # since the last flush that was answered
+
+    def step(self) -> None:
+        """Stores a few prompts and flushes; an answer that the daemon did not live to give acknowledges nothing."""
+        for _ in range(self._rng.randint(1, 4)):
+            if self._number < MOST_PROMPTS:
+                self._number += 1
+                tokens = [
+                    self._number,
+                    *(self._rng.randrange(1 << 20) for _ in range(PROMPT_BLOCKS * BLOCK_TOKENS)),
+                ]
+                self._run(tokens)
+                self._stored.append(tokens)
+            elif self.acknowledged:
+                self._run(self._rng.choice(self.acknowledged))
+        self._flush()
+
+    def _flush(self) -> None:
+        """What is in DRAM when a daemon is asked is acknowledged once that same daemon has answered."""
+        stored, self._stored = self._stored, []
+        with contextlib.suppress(KvstoreError):
+            pid = self._engine.client.describe().pid
+            asked = [tokens for tokens in stored if self._in_dram(tokens)]
+            reply = self._engine.client.flush(HANG_S)
+            if reply.pending_blocks == 0 and pid == self._engine.client.describe().pid:
+                self.acknowledged += asked
+
+    def check(self, prompts: list[list[int]]) -> None:
+        """Each is a hit in full, with the bytes that were sealed."""
+        for tokens in prompts:
+            cached = self._run(tokens)
+            assert cached == PROMPT_BLOCKS * BLOCK_TOKENS, f"acknowledged, and {cached} tokens of it are left"
+            self.checked += 1
+
+    def is_connected(self) -> bool:
+        """Whether the engine has a session with the daemon of now."""
+        self._engine.blocks.end_step()
+        return self._engine.session.connected
+
+    def sample(self) -> list[list[int]]:
+        """The newest, which the kill was closest to, and some of all."""
+        some = self._rng.sample(self.acknowledged, min(CHECKED_A_KILL, len(self.acknowledged)))
+        return self.acknowledged[-CHECKED_A_KILL:] + some
+
+    def _in_dram(self, tokens: list[int]) -> bool:
+        """Whether all of its blocks are: what found no room there is never a flush's business."""
+        tables = self._engine.session._attachment.memory.tables
+        rows = tables.index.find(self._engine.namespace.chain(tokens).hashes[:PROMPT_BLOCKS])
+        return bool((rows != NONE).all() and (tables.columns.dram[rows] != NONE).all())
+
+    def _run(self, tokens: list[int]) -> int:
+        """One request from admission to release; its cached tokens."""
+        engine, request = self._engine, RequestId(f"r{time.monotonic_ns()}")
+        engine.enqueue(request, tokens)
+        admission = engine.admit(request, HANG_S)
+        engine.fill(request, admission.cached_tokens)
+        engine.blocks.end_step()
+        with contextlib.suppress(AssertionError):
+            engine.settle(HANG_S)
+        engine.check(request, PROMPT_BLOCKS)
+        engine.release(request)
+        return admission.cached_tokens
+
+
+class Services:
+    """The service, and those that came before it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = small_config(
+            folder,
+            nvme_bytes=NVME_BYTES,
+            dram_bytes=16 * MIB,
+            dram_extent_bytes=4 * MIB,
+            max_rows=65_536,
+        )
+        self._log = folder / "kv.log"
+        self._all: list[Service] = []
+        self._start()
+        wait_for("a ready daemon", lambda: self.now.stats().ready, HANG_S)
+
+    @property
+    def now(self) -> Service:
+        """The one that runs."""
+        return self._all[-1]
+
+    def _start(self) -> None:
+        self._all.append(start(self._config, self._log))
+
+    def kill_later(self, delay_s: float, *pids: int) -> threading.Timer:
+        """SIGKILL of these after `delay_s`; where the keeper is one of them, nobody but us starts the next."""
+
+        def kill() -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            if len(pids) > 1:
+                self._start()
+
+        timer = threading.Timer(delay_s, kill)
+        timer.start()
+        return timer
+
+    def stop(self) -> None:
+        """All have ended."""
+        for service in reversed(self._all):
+            service.stop()
+
+
+def test_what_a_flush_acknowledged_outlives_every_kill(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    services = Services(tmp_path)
+    began = time.monotonic()
+    try:
+        with attached(services.now.socket, "writer", away_s=HANG_S) as engine:
+            writer = Writer(engine, rng)
+            for kill in range(KILLS):
+                with told_where(f"kill {kill} of {KILLS}, seed {SEED}"):
+                    _kill_once(services, writer, rng, everything=kill % EVERYTHING == EVERYTHING - 1)
+                    assert services.now.faults() == []
+                if kill % 20 == 19 or kill == KILLS - 1:
+                    progress(
+                        f"{kill + 1} kills in {time.monotonic() - began:.0f} s, {len(writer.acknowledged)} prompts "
+                        f"acknowledged, {writer.checked} checked"
+                    )
+            writer.check(writer.acknowledged)
+            assert len(writer.acknowledged) >= KILLS
+    finally:
+        services.stop()
+
+
+def _kill_once(services: Services, writer: Writer, rng: random.Random, *, everything: bool) -> None:
+    """Writes until the kill has happened, and looks at what must be there once somebody answers again."""
+    daemon, keeper = services.now.daemon_pid, services.now.keeper_pid
+    timer = services.kill_later(rng.random() * 0.6, *([keeper] if everything else []), daemon)
+    while timer.is_alive():
+        writer.step()
+    timer.join()
+    wait_for(
+        "another daemon", lambda: services.now.daemon_pid != daemon and services.now.stats().ready, HANG_S
+    )
+    wait_for("the session", writer.is_connected, HANG_S)
+    writer.check(writer.sample())
