@@ -16,6 +16,7 @@ from kvstore.evicting import Evictor
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, U64, Grant, Outcome
 from kvstore.promoting import Promoting
+from kvstore.recorder import Event
 from kvstore.sessions import Session
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import distinct
@@ -84,6 +85,11 @@ class Acquiring:
         fills = 0 if waits else len(rows) - hits
         reserve = self._give_slots(request, draft, hits, fills, 0 if waits else request.reserve)
         self._count(draft)
+        block = request.hashes[0].tobytes() if len(rows) else bytes(16)
+        given = len(rows) - hits if not waits else 0
+        state.recorder.note(
+            Event.GRANT, request.session.id, len(rows), hits, given + len(reserve), request.lease, block
+        )
         return Grant(
             outcomes=draft.outcomes,
             hbm_slots=draft.hbm,

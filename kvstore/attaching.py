@@ -13,6 +13,7 @@ from kvstore.errors import FailedPrecondition, ResourceExhausted
 from kvstore.layout import SessionState, State, Tier, states
 from kvstore.moves import U32, NamespaceId
 from kvstore.prefetching import Prefetching
+from kvstore.recorder import Event
 from kvstore.sessions import Session
 from kvstore.state import StoreState
 
@@ -34,6 +35,7 @@ class Attaching:
         sessions.get(session)
         if sessions.state(session) is SessionState.ATTACHING:
             sessions.set_state(session, SessionState.ATTACHED)
+            self._state.recorder.note(Event.ACTIVATE, session)
         elif sessions.state(session) is not SessionState.ATTACHED:
             raise FailedPrecondition(f"session {session} has to resume")
 
@@ -55,11 +57,13 @@ class Attaching:
         state.fault("resume.freed")
         state.sessions.set_state(session, SessionState.ATTACHED)
         state.counters["resumes"] += 1
+        state.recorder.note(Event.RESUME, session)
 
     def lost(self, session: int, to: SessionState) -> None:
         """It gets nothing new (`to`: LOST or DYING); what it holds stays held, what it fills nobody waits for."""
         state = self._state
         found = state.sessions.get(session)
+        state.recorder.note(Event.DYING if to is SessionState.DYING else Event.LOST, session)
         if state.sessions.state(session) is not SessionState.DYING:
             state.sessions.set_state(session, to)
         self.revoke(found)
@@ -70,6 +74,7 @@ class Attaching:
         found = state.sessions.get(session)
         self.revoke(found)
         freed = state.let_go_all(found)
+        state.recorder.note(Event.DEAD, session, freed)
         state.fault("dead.freed")
         state.sessions.set_state(session, SessionState.FREE)
         return freed

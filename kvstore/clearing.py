@@ -6,6 +6,7 @@ import numpy as np
 
 from kvstore.layout import NONE, State, Tier, states
 from kvstore.moves import U32, ClearResult, MissCause
+from kvstore.recorder import Event
 from kvstore.state import StoreState
 
 __all__ = ["clear"]
@@ -31,6 +32,8 @@ def clear(state: StoreState, namespace: int | None) -> ClearResult:
             if len(slots):
                 state.drop_copies(tier, slots, MissCause.CLEARED)
     state.counters["cleared"] += len(gone)
+    everything = namespace is None
+    state.recorder.note(Event.CLEAR, 0, len(gone), int(busy.sum()), c=NONE if everything else namespace or 0)
     return ClearResult(removed=len(gone), kept=int(busy.sum()), digests=_digests(state, namespace))
 
 

@@ -14,6 +14,7 @@ from kvstore.flights import Flights, parent_hashes
 from kvstore.layout import NONE, SlotState, Tier
 from kvstore.moves import U8, U64, FlushLeft, FlushMark, MoveKind, MoveStatus, NvmeChanges
 from kvstore.promoting import Promoting
+from kvstore.recorder import Event
 from kvstore.state import StoreState, mover_bit
 from kvstore.wire.packed import MOVE, NVME_ENTRY
 from kvstore.writing import Writing
@@ -89,7 +90,20 @@ class Moving:
             for source, target in self._writing.take(path, writes):
                 health.writes.began(now_ms)
                 parts.append(self._flights.begin(MoveKind.WRITE, path, source, target))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=MOVE)
+        if not parts:
+            return np.empty(0, dtype=MOVE)
+        moves = np.concatenate(parts)
+        first = moves[0]
+        state.recorder.note(
+            Event.MOVES_BEGIN,
+            path,
+            len(moves),
+            len(dram),
+            len(moves) - len(dram),
+            int(first["id"]),
+            first["hash"].tobytes(),
+        )
+        return moves
 
     def take_changes(self, path: int) -> NvmeChanges:
         """What the durable index has to learn of a path."""
@@ -113,12 +127,14 @@ class Moving:
     def done(self, path: int, ids: U64, statuses: U8) -> None:
         """What became of moves; ids that are not in flight on this path are passed over."""
         flights, named = self._flights.end(path, ids)
+        self._note_end(path, flights, statuses[named])
         self._finish(path, flights, statuses[named])
 
     def mover_dead(self, path: int) -> None:
         """All that the path's mover had fails; whatever else its bit or a half-written slot kept is free again."""
         state = self._state
         flights = self._flights.end_all(path)
+        self._note_end(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
         self._finish(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
         held = state.dram.held_by(mover_bit(path))
         filling = state.dram.filling(held)
@@ -129,6 +145,17 @@ class Moving:
             np.uint32
         )
         state.nvme.free(torn[state.nvme.devices(torn) == path])
+
+    def _note_end(self, path: int, flights: NDArray[np.void], statuses: U8) -> None:
+        """One record of moves that went well, one of each other kind of end."""
+        for status in np.unique(statuses).tolist():
+            ended = flights[statuses == status]
+            row = ended["row"][0]
+            block = self._state.columns.hash[row].tobytes()
+            ok = status == MoveStatus.OK
+            event = Event.MOVES_END if ok else Event.MOVES_FAILED
+            told = len(ended) if ok else status
+            self._state.recorder.note(event, path, len(ended), told, c=int(ended["id"][0]), block=block)
 
     def _finish(self, path: int, flights: NDArray[np.void], statuses: U8) -> None:
         reads = flights["kind"] == MoveKind.READ

@@ -7,6 +7,7 @@ import numpy as np
 from kvstore.layout import NONE
 from kvstore.moves import U64
 from kvstore.promoting import Promoting
+from kvstore.recorder import Event
 from kvstore.sessions import Prefetched, Session
 from kvstore.state import StoreState
 
@@ -44,6 +45,7 @@ class Prefetching:
             del session.prefetches[next(iter(session.prefetches))]
         session.prefetches[lease] = Prefetched(slots, state.dram.state[slots])
         state.counters["prefetches"] += len(slots)
+        state.recorder.note(Event.PREFETCH, session.id, len(slots), c=lease)
 
     def started(self, session: Session, lease: int) -> None:
         """The request runs: its prefetches are its own business no more."""

@@ -7,6 +7,7 @@ import numpy as np
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.layout import ExtentState, SessionState, SlotState, Tier
 from kvstore.moves import ExtentId, MissCause
+from kvstore.recorder import Event
 from kvstore.state import StoreState
 
 __all__ = ["add_extent", "drop_extent", "forget_blocks"]
@@ -34,6 +35,7 @@ def add_extent(
         state.pool(tier).open_extent(added)
     for owner in state.pool(tier).classes.values():
         owner.exhausted = False
+    state.recorder.note(Event.EXTENT_ADDED, tier, state.extents.range(added)[1], added, device, nbytes)
     return added
 
 
@@ -77,6 +79,7 @@ def drop_extent(state: StoreState, extent: int) -> None:
     quarantined = slots[pool.states(slots) == SlotState.QUARANTINED]
     pool.free(quarantined)
     state.extents.remove(extent)
+    state.recorder.note(Event.EXTENT_DROPPED, tier, 0, extent)
 
 
 def forget_blocks(state: StoreState, extent: int) -> int:

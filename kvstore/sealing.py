@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, SealOutcome
+from kvstore.recorder import Event
 from kvstore.sessions import Session
 from kvstore.slots import SlotPool
 from kvstore.state import StoreState
@@ -48,6 +49,9 @@ class Sealing:
             outcomes[at] = self._seal_distinct(session, tier, seals[at], now_ms)
         if len(repeated):
             outcomes[repeated] = self._already_sealed(pool, seals[repeated])
+        published = int(np.count_nonzero(outcomes == SealOutcome.PUBLISHED))
+        block = seals["hash"][0].tobytes() if len(seals) else bytes(16)
+        self._state.recorder.note(Event.SEAL, session.id, len(seals), published, block=block)
         for outcome, name in _SEAL_COUNTER.items():
             self._state.counters[name] += int(np.count_nonzero(outcomes == outcome))
         return outcomes
@@ -166,6 +170,7 @@ class Sealing:
         state.fault("loads.begin")
         state.complete(Tier.HBM, rows, target, session.device)
         state.counters["loads"] += len(rows)
+        state.recorder.note(Event.LOADED, session.id, len(rows))
         state.waits.resolved(rows)
 
     def stores(self, session: Session, copies: Records) -> None:
@@ -181,6 +186,7 @@ class Sealing:
         state.fault("stores.begin")
         state.complete(Tier.DRAM, rows, target, 0)
         state.counters["stores"] += len(rows)
+        state.recorder.note(Event.STORED, session.id, len(rows))
         state.sealed_in_dram.append(rows)
         state.hbm.note_unheld(source)
         state.waits.resolved(rows)

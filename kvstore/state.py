@@ -17,6 +17,7 @@ from kvstore.extents import Extents
 from kvstore.ghosts import Ghosts
 from kvstore.layout import GENERATION_SHIFT, MOVER_BIT, NONE, Columns, SessionState, SlotState, Tier
 from kvstore.moves import U32, U64, MissCause, StoreLimits
+from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.sessions import Namespaces, Session, Sessions
 from kvstore.slots import ClassKey, SlotPool
 from kvstore.table import BlockTable
@@ -50,6 +51,7 @@ class StoreState:
         "nvme",
         "nvme_changed",
         "policy",
+        "recorder",
         "sealed_in_dram",
         "sessions",
         "table",
@@ -65,6 +67,8 @@ class StoreState:
         self.fault = fault
         self.now_ms = 0
         """The latest time that a caller has told."""
+        self.recorder: Recorder = NoRecorder()
+        """Where decisions are noted: one record a call, before it is known what they lead to."""
         self.counters: Counter[str] = Counter()
         self.extents = Extents(columns)
         self.hbm = SlotPool(columns, Tier.HBM, fault)
@@ -148,6 +152,8 @@ class StoreState:
         if tier is Tier.NVME:
             self.nvme_changed[slots] = True
         last = np.unique(rows[~self.table.has_copy(rows)])
+        block = self.columns.hash[rows[0]].tobytes() if len(rows) else bytes(16)
+        self.recorder.note(Event.DROP, tier, len(slots), len(last), cause, block=block)
         if len(last):
             self.ghosts.note(self.columns.hash[last], cause)
             self.table.free(last)

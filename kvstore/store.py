@@ -54,6 +54,7 @@ from kvstore.moves import (
 from kvstore.moving import Moving
 from kvstore.pinning import Pins
 from kvstore.prefetching import Prefetching
+from kvstore.recorder import Recorder
 from kvstore.recovering import reconcile
 from kvstore.sealing import Sealing
 from kvstore.sessions import Session
@@ -143,6 +144,10 @@ class Store:
         store._state.counters["recovered_blocks"] = store._state.table.used
         store.tick(now_ms)
         return store
+
+    def record_to(self, recorder: Recorder) -> None:
+        """Notes its decisions there from now on."""
+        self._state.recorder = recorder
 
     # ------------------------------------------------------------ memory
 
