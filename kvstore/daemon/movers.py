@@ -17,13 +17,15 @@ from kvstore.config import NvmePath
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
-from kvstore.daemon.mover_path import MoverPath
-from kvstore.daemon.nvme import OpenPath, SlabTable, open_path
+from kvstore.daemon.mover_path import MoverPath, StartLink
+from kvstore.daemon.nvme import OpenPath, OpensPath, SlabTable, open_path
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.recovery import Tables
 from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
+from kvstore.mover_link import MoverLink
 from kvstore.moves import ExtentId, ExtentInfo
+from tiers.nvme.capacity import slab_file_bytes
 from tiers.nvme.cleared import note_cleared, without_cleared
 
 __all__ = ["Movers"]
@@ -51,12 +53,16 @@ class Movers:
         tables: Tables,
         secret: bytes,
         inherited: Mapping[str, int],
+        open_path: OpensPath = open_path,
+        start_link: StartLink = MoverLink.start,
     ) -> None:
         self._owner = owner
         self._kept = kept
         self._memory = memory
         self._tables = tables
         self._secret = secret
+        self._open_path = open_path
+        self._start_link = start_link
         self._old = {name: fd for name, fd in inherited.items() if name.startswith("mover-")}
         self._paths: dict[int, MoverPath] = {}
         self._cleared: dict[bytes, int] = {}
@@ -85,6 +91,7 @@ class Movers:
             columns=self._tables.columns,
             slabs=self.slabs,
             opened=found,
+            start_link=self._start_link,
         )
         self._paths[number] = mover
         await mover.run_forever()
@@ -116,7 +123,7 @@ class Movers:
         while True:
             try:
                 found = await asyncio.to_thread(
-                    open_path, path, self._owner.config, self._secret, read_index=self._tables.fresh
+                    self._open_path, path, self._owner.config, self._secret, read_index=self._tables.fresh
                 )
             except (KvstoreError, OSError) as error:
                 waited_s = asyncio.get_running_loop().time() - began_s
@@ -150,8 +157,8 @@ class Movers:
                 )
                 self.slabs.set(extent, slab.number, slab.slot_bytes)
                 extents[slab.number] = extent
-            room = found.plan.slabs * found.plan.slab_bytes - sum(slab.nbytes for slab in found.slabs)
-            for _ in range(room // found.plan.slab_bytes):
+            room = found.plan.slabs_bytes - sum(slab_file_bytes(slab.nbytes) for slab in found.slabs)
+            for _ in range(room // slab_file_bytes(found.plan.slab_bytes)):
                 store.add_extent(tier=Tier.NVME, device=number, nbytes=found.plan.slab_bytes, slot_bytes=0)
         except ResourceExhausted as error:
             self._owner.warnings[f"extents-{number}"] = f"{found.directory.path} is not used in full: {error}"
@@ -221,7 +228,7 @@ class Movers:
     async def _note(self, opened: OpenPath, news: Mapping[bytes, int]) -> None:
         folder = opened.directory.path
         try:
-            await asyncio.to_thread(note_cleared, folder, news)
+            await asyncio.to_thread(note_cleared, folder, news, opened.directory.disk)
         except OSError as error:
             raise KvstoreError(
                 f"cleared, but {folder} cannot note it, so blocks may come back: {error.strerror}"

@@ -13,39 +13,35 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config import NvmePath, ServeConfig
 from kvstore.daemon.log import Log
-from kvstore.errors import ConfigError, Corruption
+from kvstore.errors import ConfigError, Corruption, KvstoreError
 from kvstore.faults import fault
 from kvstore.layout import Columns, Tier
 from kvstore.moves import NvmeChanges
 from tiers.memfd import create_memfd
-from tiers.nvme.directory import (
-    NvmeDirectory,
-    SlabPlan,
-    check_room,
-    default_map_bytes,
-    keep_secret,
-    plan,
-    read_secret,
-)
-from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
+from tiers.nvme.capacity import SlabPlan, check_room, default_map_bytes, plan, slab_file_bytes
+from tiers.nvme.directory import NvmeDirectory, keep_secret, read_secret
+from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, index_file_bytes, remove_index
 from tiers.nvme.recover import recover
 from tiers.nvme.slab import SlabFile, remove_slab
 
 __all__ = [
     "IndexBatch",
     "OpenPath",
+    "OpensPath",
     "SlabTable",
     "commit",
     "index_batch",
     "open_path",
     "secret_on_disk",
     "slab_bytes",
+    "trim",
 ]
 
 _LOG = Log("nvme")
@@ -110,6 +106,14 @@ class OpenPath:
         self.directory.abandon()
 
 
+class OpensPath(Protocol):
+    """`open_path`, or what opens a path on another disk."""
+
+    def __call__(self, path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> OpenPath:
+        """See open_path."""
+        ...
+
+
 def slab_bytes(path: NvmePath, config: ServeConfig) -> int:
     """Size of a path's slabs: as configured, or more, so that a path has at most 2,048."""
     size = config.nvme_extent_bytes
@@ -128,19 +132,31 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
     with contextlib.ExitStack() as undo:
         undo.callback(directory.abandon)
         slabs = directory.slabs()
-        check_room(Path(path.path), wanted, slabs)
+        check_room(Path(path.path), wanted)
         keep_secret(Path(path.path), secret)
         records = np.empty(0, dtype=RECORD)
         if read_index:
             found = recover(Path(path.path), map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
             if found.rebuilt and slabs:
                 _LOG.warning("index rebuilt from trailers", path=path.path, why=found.rebuilt)
-            slabs = _trim(Path(path.path), slabs, found.records, wanted)
+            slabs = trim(directory, slabs, found.records, wanted)
             records = found.records[np.isin(found.records["slab"], [slab.number for slab in slabs])]
+        too_large = index_file_bytes(Path(path.path)) > wanted.map_bytes
+        if too_large:  # of a larger capacity, and LMDB gives nothing back
+            remove_index(Path(path.path))
         index = _open_index(Path(path.path), wanted.map_bytes, config)
         undo.callback(index.close)
+        if too_large:  # where the tables are kept, the first commit enters all that they know
+            _enter_again(index, records)
         undo.pop_all()
     return OpenPath(directory=directory, index=index, plan=wanted, slabs=tuple(slabs), records=records)
+
+
+def _enter_again(index: DurableIndex, records: NDArray[np.void]) -> None:
+    try:
+        index.commit(records, np.empty(0, dtype=SLOT_REF))
+    except KvstoreError as error:  # it is a list of what to expect: the blocks are there without it
+        _LOG.warning("index not written anew", error=error)
 
 
 def _open_index(directory: Path, map_bytes: int, config: ServeConfig) -> DurableIndex:
@@ -152,23 +168,23 @@ def _open_index(directory: Path, map_bytes: int, config: ServeConfig) -> Durable
         return DurableIndex(directory, map_bytes=map_bytes, durability=config.durability)
 
 
-def _trim(
-    directory: Path, slabs: list[SlabFile], records: NDArray[np.void], wanted: SlabPlan
+def trim(
+    directory: NvmeDirectory, slabs: list[SlabFile], records: NDArray[np.void], wanted: SlabPlan
 ) -> list[SlabFile]:
     """Removes slabs without a block, and those that exceed the capacity, the emptiest first; returns the rest."""
     used = {slab.number: int(np.count_nonzero(records["slab"] == slab.number)) for slab in slabs}
     kept: list[SlabFile] = []
-    room = wanted.slabs * wanted.slab_bytes
+    room = wanted.slabs_bytes
     for slab in sorted(slabs, key=lambda slab: -used[slab.number]):
-        if used[slab.number] and slab.nbytes <= room:
+        if used[slab.number] and slab_file_bytes(slab.nbytes) <= room:
             kept.append(slab)
-            room -= slab.nbytes
+            room -= slab_file_bytes(slab.nbytes)
         else:
             if used[slab.number]:
                 _LOG.warning(
-                    "slab removed: the capacity is smaller now", path=directory, blocks=used[slab.number]
+                    "slab removed: the capacity is smaller now", path=directory.path, blocks=used[slab.number]
                 )
-            remove_slab(directory, slab)
+            remove_slab(directory.path, slab, directory.disk)
     return sorted(kept, key=lambda slab: slab.number)
 
 

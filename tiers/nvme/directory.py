@@ -1,4 +1,4 @@
-"""The directory of one NVMe path: ownership, lock, and how its capacity is divided.
+"""The directory of one NVMe path: ownership, lock and secret.
 
     lock              flock held by the daemon and, inherited, by its mover: free only when both are gone
     secret            the tenant's, written by the daemon; a file of its own: without it no block can be found again
@@ -18,85 +18,36 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import AlreadyExists, ConfigError, KvstoreError
-from kvstore.units import MIB, format_size
-from tiers.base import PAGE_BYTES
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.slab import SlabFile, list_slabs, sync_directory
 
 __all__ = [
     "SECRET_BYTES",
     "NvmeDirectory",
-    "SlabPlan",
-    "check_room",
-    "default_map_bytes",
     "keep_secret",
-    "plan",
     "read_secret",
 ]
 
 SECRET_BYTES = 32
 _LOCK = "lock"
 _SECRET = "secret"  # noqa: S105 (a file's name)
-_MIN_MAP_BYTES = 8 * MIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabPlan:
-    """How a path's capacity is divided; all of it together is at most the capacity."""
-
-    slabs: int
-    slab_bytes: int
-    map_bytes: int
-
-
-def default_map_bytes(capacity_bytes: int) -> int:
-    """Size of the index's map: 1 % of the capacity. A group of 128 slots takes 12 KiB, twice that while it changes."""
-    return max(_MIN_MAP_BYTES, capacity_bytes // 100 // PAGE_BYTES * PAGE_BYTES)
-
-
-def plan(capacity_bytes: int, extent_bytes: int, map_bytes: int) -> SlabPlan:
-    """Slabs that fit beside the index. `extent_bytes` is a slab's wished size; a small capacity gets one smaller slab.
-
-    Raises ConfigError where not even that fits.
-    """
-    left = capacity_bytes - map_bytes
-    slab_bytes = min(extent_bytes, left) // PAGE_BYTES * PAGE_BYTES
-    if slab_bytes < MIB:
-        raise ConfigError(
-            f"nvme: {format_size(capacity_bytes)} is too little: the index takes {format_size(map_bytes)} of it; "
-            f"give at least {format_size(map_bytes + extent_bytes)}"
-        )
-    return SlabPlan(slabs=left // slab_bytes, slab_bytes=slab_bytes, map_bytes=map_bytes)
-
-
-def check_room(path: Path, wanted: SlabPlan, existing: Sequence[SlabFile]) -> None:
-    """Raises ConfigError where the disk cannot hold `wanted`, counting what its slabs and index take already."""
-    status = os.statvfs(path)
-    free = status.f_bavail * status.f_frsize
-    index = path / "index" / "data.mdb"
-    taken = sum(file.nbytes for file in existing)
-    with contextlib.suppress(FileNotFoundError):
-        taken += index.stat().st_blocks * 512
-    needed = wanted.slabs * wanted.slab_bytes + wanted.map_bytes
-    if needed - taken > free:
-        raise ConfigError(
-            f"nvme: {path} has {format_size(free + taken)} of room, {format_size(needed)} is configured: "
-            "give less, or free space on that disk"
-        )
 
 
 class NvmeDirectory:
     """An open, locked directory. One owner thread."""
 
-    def __init__(self, path: Path, lock_fd: int, made: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self, path: Path, lock_fd: int, made: tuple[Path, ...] = (), disk: Disk = SYSTEM_DISK
+    ) -> None:
         """`made`: what `open` had to make, in that order: folders, then the lock."""
         self.path = path
+        self.disk = disk
         self._lock_fd = lock_fd
         self._made = made
-        numbers = [file.number for file in list_slabs(path)]
+        numbers = [file.number for file in list_slabs(path, disk)]
         self._next_slab = max(numbers, default=0) + 1
 
     @classmethod
@@ -127,7 +78,7 @@ class NvmeDirectory:
 
     def slabs(self) -> list[SlabFile]:
         """The slabs that exist, by number."""
-        return list_slabs(self.path)
+        return list_slabs(self.path, self.disk)
 
     def new_slab_number(self) -> int:
         """A number that no slab of this directory has."""

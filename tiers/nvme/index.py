@@ -24,7 +24,15 @@ from kvstore.config import Durability
 from kvstore.errors import Corruption, KvstoreError, ResourceExhausted
 from tiers.nvme.slab import sync_directory
 
-__all__ = ["GROUP_SLOTS", "RECORD", "SLOT_REF", "DurableIndex", "load_index", "remove_index"]
+__all__ = [
+    "GROUP_SLOTS",
+    "RECORD",
+    "SLOT_REF",
+    "DurableIndex",
+    "index_file_bytes",
+    "load_index",
+    "remove_index",
+]
 
 GROUP_SLOTS = 128
 
@@ -175,6 +183,14 @@ def load_index(directory: Path) -> NDArray[np.void]:
             env.close()
     except lmdb.Error as error:
         raise Corruption(f"{folder} is damaged: {error}") from error
+
+
+def index_file_bytes(directory: Path) -> int:
+    """Length of the index's file, which never shrinks; 0 where there is none."""
+    try:
+        return (directory / _FOLDER / "data.mdb").stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def remove_index(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The directory of a path: who may use it, what fits in it, what is kept beside the slabs."""
+"""The directory of a path: who may use it, what is kept beside the slabs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import AlreadyExists, ConfigError
-from kvstore.units import GIB, MIB
+from kvstore.units import MIB
 from tests.tiers.harness import SLOT_BYTES
-from tiers.nvme.directory import (
-    NvmeDirectory,
-    check_room,
-    default_map_bytes,
-    keep_secret,
-    plan,
-    read_secret,
-)
+from tiers.nvme.directory import NvmeDirectory, keep_secret, read_secret
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import open_slab
 
@@ -111,46 +104,6 @@ def test_slab_numbers_are_never_those_that_exist(tmp_path: Path) -> None:
     assert [again.new_slab_number(), again.new_slab_number()] == [42, 43]
     assert [file.number for file in again.slabs()] == [41]
     again.close()
-
-
-@pytest.mark.parametrize("capacity", [64 * MIB, 100 * MIB, GIB, 100 * GIB + 12345])
-@pytest.mark.parametrize("extent", [MIB, 64 * MIB, 256 * MIB])
-def test_a_plan_stays_within_the_capacity(capacity: int, extent: int) -> None:
-    """The disk tier grew past what was configured and filled the disk."""
-    made = plan(capacity, extent, default_map_bytes(capacity))
-    used = made.slabs * made.slab_bytes + made.map_bytes
-    assert made.slabs >= 1
-    assert capacity - made.slab_bytes < used <= capacity
-    assert made.slab_bytes % 4096 == 0
-
-
-def test_a_capacity_too_small_is_said() -> None:
-    with pytest.raises(ConfigError, match="8MiB is too little"):
-        plan(8 * MIB, 64 * MIB, default_map_bytes(8 * MIB))
-
-
-def test_a_disk_without_room_is_said(tmp_path: Path) -> None:
-    enough = plan(64 * MIB, 16 * MIB, 8 * MIB)
-    check_room(tmp_path, enough, [])
-    with pytest.raises(ConfigError, match="is configured"):
-        check_room(tmp_path, plan(1 << 50, 256 * MIB, 8 * MIB), [])
-
-
-def test_what_exists_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart on a disk that its own slabs had filled was refused for lack of space."""
-    open_slab(tmp_path, 1, 16 * MIB, SLOT_BYTES).close()
-    directory = NvmeDirectory(tmp_path, -1)
-
-    class Full:
-        f_bavail = 0
-        f_frsize = 4096
-
-    monkeypatch.setattr("tiers.nvme.directory.os.statvfs", lambda path: Full)
-    wanted = plan(16 * MIB + 8 * MIB, 16 * MIB, 8 * MIB)
-    with pytest.raises(ConfigError):
-        check_room(tmp_path, wanted, [])
-    Full.f_bavail = 2048
-    check_room(tmp_path, wanted, directory.slabs())
 
 
 def test_threads_are_probed_once(tmp_path: Path) -> None:
