@@ -43,6 +43,8 @@ class Writer:
     def __init__(self, engine: Driver, rng: random.Random) -> None:
         self.acknowledged: list[list[int]] = []
         self.checked = 0
+        self.answered = threading.Event()
+        """Set at each answer that acknowledges."""
         self._engine = engine
         self._rng = rng
         self._number = 0
@@ -72,6 +74,7 @@ class Writer:
             reply = self._engine.client.flush(HANG_S)
             if reply.pending_blocks == 0 and pid == self._engine.client.describe().pid:
                 self.acknowledged += asked
+                self.answered.set()
 
     def check(self, prompts: list[list[int]]) -> None:
         """Each is a hit in full, with the bytes that were sealed."""
@@ -134,18 +137,25 @@ class Services:
     def _start(self) -> None:
         self._all.append(start(self._config, self._log))
 
-    def kill_later(self, delay_s: float, *pids: int) -> threading.Timer:
-        """SIGKILL of these after `delay_s`; where the keeper is one of them, nobody but us starts the next."""
+    def kill_later(self, delay_s: float, answered: threading.Event | None, *pids: int) -> threading.Thread:
+        """SIGKILL of these after `delay_s`, or after it and the moment of the next answer to a flush.
+
+        Where the keeper is one of them, nobody but us starts the next.
+        """
 
         def kill() -> None:
+            time.sleep(delay_s)
+            if answered is not None:
+                answered.clear()
+                answered.wait(HANG_S)
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             if len(pids) > 1:
                 self._start()
 
-        timer = threading.Timer(delay_s, kill)
-        timer.start()
-        return timer
+        thread = threading.Thread(target=kill)
+        thread.start()
+        return thread
 
     def stop(self) -> None:
         """All have ended."""
@@ -178,10 +188,11 @@ def test_what_a_flush_acknowledged_outlives_every_kill(tmp_path: Path) -> None:
 def _kill_once(services: Services, writer: Writer, rng: random.Random, *, everything: bool) -> None:
     """Writes until the kill has happened, and looks at what must be there once somebody answers again."""
     daemon, keeper = services.now.daemon_pid, services.now.keeper_pid
-    timer = services.kill_later(rng.random() * 0.6, *([keeper] if everything else []), daemon)
-    while timer.is_alive():
+    answered = writer.answered if rng.random() < 0.5 else None  # at an answer, or in the middle of something
+    killing = services.kill_later(rng.random() * 0.6, answered, *([keeper] if everything else []), daemon)
+    while killing.is_alive():
         writer.step()
-    timer.join()
+    killing.join()
     wait_for(
         "another daemon", lambda: services.now.daemon_pid != daemon and services.now.stats().ready, HANG_S
     )
