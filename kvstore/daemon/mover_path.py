@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from kvstore.mover_link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire import mover as wire
 
-__all__ = ["MoverPath"]
+__all__ = ["MoverPath", "StartLink"]
 
 _LOG = Log("mover")
 _STALL_WARN_S = 10.0
@@ -42,6 +43,14 @@ _LAST_DELAY_S = 5.0
 _STEADY_S = 10.0
 _REAP_S = 0.5
 _STARVED_RETRY_S = 0.05
+
+
+class StartLink(Protocol):
+    """Starts a mover: `MoverLink.start`, or one that is no process."""
+
+    def __call__(self, config: wire.Config, *, lock_fd: int | None = None) -> MoverLink:
+        """See MoverLink.start."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,9 +74,11 @@ class MoverPath:
         columns: Columns,
         slabs: SlabTable,
         opened: OpenPath,
+        start_link: StartLink = MoverLink.start,
     ) -> None:
         self.number = number
         self.opened = opened
+        self._start_link = start_link
         self.counts: wire.Counts | None = None
         self._owner = owner
         self._kept = kept
@@ -114,7 +125,7 @@ class MoverPath:
 
     def _start(self) -> None:
         config = self._owner.config
-        link = MoverLink.start(
+        link = self._start_link(
             wire.Config(directory=str(self.opened.directory.path), threads=config.nvme_threads),
             lock_fd=self.opened.directory.lock_fd,
         )
