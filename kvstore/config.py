@@ -24,6 +24,7 @@ __all__ = [
     "HbmBudget",
     "Limits",
     "NvmePath",
+    "NvmeThrottle",
     "ServeConfig",
     "WorkerConfig",
     "check_socket_path",
@@ -70,6 +71,34 @@ class NvmePath:
 
     def __str__(self) -> str:
         return f"{self.path}:{write_size(self.capacity_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeThrottle:
+    """The most that goes to or from the disk of one path in a second; 0: no bound. Operations are calls of the disk."""
+
+    read_bytes_per_s: int = 0
+    write_bytes_per_s: int = 0
+    read_operations_per_s: int = 0
+    write_operations_per_s: int = 0
+
+    def __post_init__(self) -> None:
+        least = min(
+            self.read_bytes_per_s,
+            self.write_bytes_per_s,
+            self.read_operations_per_s,
+            self.write_operations_per_s,
+        )
+        _require(least >= 0, "nvme_throttle", "a bound must not be negative")
+
+    def __bool__(self) -> bool:
+        return self != NvmeThrottle()
+
+    def __str__(self) -> str:
+        sizes = {"read": self.read_bytes_per_s, "write": self.write_bytes_per_s}
+        counts = {"read_ops": self.read_operations_per_s, "write_ops": self.write_operations_per_s}
+        parts = [f"{name}={write_size(value)}" for name, value in sizes.items() if value]
+        return ",".join([*parts, *(f"{name}={value}" for name, value in counts.items() if value)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +175,8 @@ class ServeConfig:
     """One slab file."""
     nvme_threads: int = 0
     """I/O threads of each path; 0: probe at the first start."""
+    nvme_throttle: NvmeThrottle | None = None
+    """Most bytes and operations a second of each path, reads and writes; None: no bound."""
     durability: Durability = Durability.COMMIT
     devices: int = 1
     """GPUs (or twins) whose HBM the tables have room for."""

@@ -2,10 +2,11 @@
 
     python -m kvstore.mover FD [LOCK]      inherited: the socketpair's end, the directory's lock (`kvstore.mover_link`)
 
-It decides nothing. One thread reads the socket and owns the tiers; I/O threads carry out pieces and send the replies
-themselves, without a hand-over. A hung disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon
-is gone) what waits is forgotten, what is running is finished, and the process exits: until then it holds the
-directory's lock and its DRAM slots count as held. SIGINT and SIGTERM are ignored, so that a drain can finish.
+It decides nothing. One thread reads the socket, one opens and drops slabs (`kvstore.mover_slabs`); I/O threads take
+pieces from a queue (`kvstore.mover_queue`), carry them out and send the replies themselves, without a hand-over. A hung
+disk, an I/O error or a checksum thus never stops the daemon. At EOF (the daemon is gone) what waits is forgotten, what
+is running is finished, and the process exits: until then it holds the directory's lock and its DRAM slots count as
+held. SIGINT and SIGTERM are ignored, so that a drain can finish.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from kvstore.config import NvmeThrottle
 from kvstore.errors import KvstoreError
 from kvstore.faults import fault
 from kvstore.layout import Tier
+from kvstore.mover_queue import Job, WorkQueue
+from kvstore.mover_slabs import SlabThread
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
@@ -36,98 +39,16 @@ from tiers.decorators import MeasuredStorage, ThrottledStorage
 from tiers.dram import DramTier
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.probe import probe_threads
+from tiers.nvme.slab import SlabFile
 
-__all__ = ["Mover", "WorkQueue", "main"]
+__all__ = ["Mover", "main"]
 
 _MAX_OUTSTANDING = 8192
 _COUNTS_INTERVAL_S = 1.0
 _FULL_POLL_MS = 10
-_READS_PER_WRITE = 7  # reads go first, and still a write gets through
 _HELD_REPLIES = 8
 """Pieces written whose replies may wait for each other while threads have more to do: nobody waits for one of them,
 and each packet wakes the daemon, which cost a tenth of a write's time on two cores."""
-
-_Job = Callable[[], None]
-
-
-class WorkQueue:
-    """Jobs for the I/O threads: syncs, then reads, then writes, with every eighth turn a write's.
-
-    At most `max_writes` run at once, so that a read finds a thread also while writes wait for a slow or throttled disk.
-    """
-
-    def __init__(self, *, max_writes: int) -> None:
-        self._max_writes = max_writes
-        self._running_writes = 0
-        self._condition = threading.Condition()
-        self._syncs: deque[_Job] = deque()
-        self._reads: deque[_Job] = deque()
-        self._writes: deque[_Job] = deque()
-        self._reads_in_row = 0
-        self._closed = False
-
-    def put_sync(self, job: _Job) -> None:
-        """Queues a sync."""
-        self._put(self._syncs, job)
-
-    def put_read(self, job: _Job) -> None:
-        """Queues a read."""
-        self._put(self._reads, job)
-
-    def put_write(self, job: _Job) -> None:
-        """Queues a write."""
-        self._put(self._writes, job)
-
-    def get(self) -> _Job | None:
-        """The next job; waits for one; None once the queue is closed."""
-        with self._condition:
-            while not self._closed:
-                if (job := self._take()) is not None:
-                    return job
-                self._condition.wait()
-            return None
-
-    def get_now(self) -> _Job | None:
-        """The next job; None where there is none now."""
-        with self._condition:
-            return None if self._closed else self._take()
-
-    def _take(self) -> _Job | None:
-        job = self._next()
-        if job is not None and (self._syncs or self._reads or self._may_write()):
-            self._condition.notify()  # who takes one wakes who can take the next, and nobody else
-        return job
-
-    def _next(self) -> _Job | None:
-        if self._syncs:
-            return self._syncs.popleft()
-        if self._reads and not (self._may_write() and self._reads_in_row >= _READS_PER_WRITE):
-            self._reads_in_row += 1
-            return self._reads.popleft()
-        if self._may_write():
-            self._reads_in_row = 0
-            self._running_writes += 1
-            return self._writes.popleft()
-        return None
-
-    def _may_write(self) -> bool:
-        return bool(self._writes) and self._running_writes < self._max_writes
-
-    def write_done(self) -> None:
-        """A write that `get` gave has ended; the caller comes for its next job at once."""
-        with self._condition:
-            self._running_writes -= 1
-
-    def close(self) -> None:
-        """Forgets what waits; `get` gives None from now on."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-
-    def _put(self, queue: deque[_Job], job: _Job) -> None:
-        with self._condition:
-            queue.append(job)
-            self._condition.notify()
 
 
 class Mover:
@@ -135,7 +56,7 @@ class Mover:
 
     def __init__(self, sock: socket.socket, config: wire.Config, lock_fd: int | None = None) -> None:
         """`lock_fd`: the directory's lock, ours; it is let go of when no I/O is under way any more."""
-        directory = Path(config.directory)
+        directory = self._directory = Path(config.directory)
         self._sock = sock
         self._lock_fd = lock_fd
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -158,17 +79,13 @@ class Mover:
         self._dram = DramTier()
         self._nvme = NvmeTier(directory, self._dram, direct=config.direct, notify=self._notice)
         storage: StorageTier = self._nvme
-        if config.write_bytes_per_s:
-            storage = ThrottledStorage(
-                storage,
-                write_bytes_per_s=config.write_bytes_per_s,
-                clock=time.monotonic,
-                sleep=time.sleep,
-            )
+        if limits := _throttle(config):
+            storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
         count = config.threads or probe_threads(directory)
         # One thread more than may write: with one less of two, writes alone would take turns with their own checksums.
-        self._queue = WorkQueue(max_writes=count)
+        self._queue = WorkQueue(most=count)
+        self._slabs = SlabThread(self._open_or_drop, self._queue_pieces)
         self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count + 1)]
         self._send(wire.Ready(threads=count))
 
@@ -176,10 +93,12 @@ class Mover:
         """Serves until the daemon's end of the socket is closed and running I/O has ended."""
         for thread in self._threads:
             thread.start()
+        self._slabs.start()
         try:
             self._serve()
         finally:  # also of a fault: a thread that waits for work would keep the process
             self._queue.close()
+            self._slabs.close()
             for thread in self._threads:
                 thread.join()
         self._storage.close()
@@ -231,7 +150,7 @@ class Mover:
             case wire.Sync():
                 self._queue.put_sync(functools.partial(self._sync, message.id))
             case wire.Slab():
-                self._open_slab(message)
+                self._slabs.put(message)
             case wire.Extent():
                 assert fd is not None, "an extent comes with its descriptor"
                 try:
@@ -240,6 +159,8 @@ class Mover:
                     self._notice(f"DRAM extent {message.extent} cannot be mapped by the mover: {error}")
                     # Moves that name it would fail, and their blocks be given up: the next mover loses none.
                     self._ended = True
+            case wire.Drop() if message.tier is Tier.NVME:
+                self._slabs.put(message)
             case wire.Drop():
                 self._drop(message)
             case _:
@@ -248,19 +169,15 @@ class Mover:
     def _start(self, moves: Moves) -> None:
         with self._sending:
             self._outstanding += len(moves)
-        for piece in self._storage.pieces(moves):
+        self._queue_pieces([piece for piece in self._storage.pieces(moves) if not self._slabs.held(piece)])
+
+    def _queue_pieces(self, pieces: list[Moves]) -> None:
+        """Any thread: pieces whose slab is open, or is not to be had."""
+        for piece in pieces:
             if int(piece["kind"][0]) == MoveKind.WRITE:
                 self._queue.put_write(functools.partial(self._write, piece))
             else:
                 self._queue.put_read(functools.partial(self._read, piece))
-
-    def _open_slab(self, slab: wire.Slab) -> None:
-        try:
-            self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
-        except KvstoreError as error:
-            self._send(wire.SlabFailed(extent=slab.extent, text=error.message))
-        else:
-            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct))
 
     def _drop(self, drop: wire.Drop) -> None:
         try:
@@ -271,13 +188,35 @@ class Mover:
         except (KvstoreError, OSError) as error:
             self._notice(f"{drop.tier.name.lower()} extent {drop.extent} was not dropped: {error}")
 
+    # The thread of the slabs runs these two.
+
+    def _open_or_drop(self, message: wire.Slab | wire.Drop) -> None:
+        try:
+            if isinstance(message, wire.Drop):
+                self._drop(message)
+            else:
+                self._open_slab(message)
+        except Exception as error:  # noqa: BLE001 (thread boundary: its moves must come back, as failed ones)
+            self._notice(f"slab of extent {message.extent}: {type(error).__name__}: {error}")
+
+    def _open_slab(self, slab: wire.Slab) -> None:
+        file = SlabFile(number=slab.number, slot_bytes=slab.slot_bytes, nbytes=slab.nbytes)
+        exists = (self._directory / file.name).exists()
+        fault("mover.slab")
+        try:
+            self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
+        except KvstoreError as error:
+            self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))
+        else:
+            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct, made=not exists))
+
     # The I/O threads run what follows, up to `_send`.
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
             job()
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> Job | None:
         """Waits only after every reply has been sent."""
         job = self._queue.get_now()
         if job is None:
@@ -295,7 +234,9 @@ class Mover:
             self._send_held()
 
     def _read(self, piece: Moves) -> None:
-        self._send_replies(self._transfer(piece))
+        replies = self._transfer(piece)
+        self._queue.read_done()
+        self._send_replies(replies)
 
     def _transfer(self, piece: Moves) -> Replies:
         fault("move.start")
@@ -371,6 +312,15 @@ class Mover:
                 self._ended = True
                 return
             self._outbox.popleft()
+
+
+def _throttle(config: wire.Config) -> NvmeThrottle:
+    return NvmeThrottle(
+        read_bytes_per_s=config.read_bytes_per_s,
+        write_bytes_per_s=config.write_bytes_per_s,
+        read_operations_per_s=config.read_operations_per_s,
+        write_operations_per_s=config.write_operations_per_s,
+    )
 
 
 def _failed(moves: Moves) -> Replies:

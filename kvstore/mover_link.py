@@ -195,6 +195,8 @@ class MoverLink:
                 message = wire.parse(packet)
             except BlockingIOError:
                 break
+            except ConnectionResetError:
+                continue  # it ended with packets of ours unread: what it said before that comes now, then EOF
             except (ConnectionError, InvalidArgument):
                 self.ended = True
                 break

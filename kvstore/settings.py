@@ -13,7 +13,16 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from kvstore.config import Config, Durability, HbmBudget, NvmePath, ServeConfig, default_socket, parse_toml
+from kvstore.config import (
+    Config,
+    Durability,
+    HbmBudget,
+    NvmePath,
+    NvmeThrottle,
+    ServeConfig,
+    default_socket,
+    parse_toml,
+)
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.units import parse_duration, parse_size, write_duration, write_size
 
@@ -104,7 +113,7 @@ def _walk(record: object, prefix: str = "") -> Iterator[tuple[str, tuple[str, ob
     assert is_dataclass(record)
     for item in fields(record):
         value: object = getattr(record, item.name)
-        if is_dataclass(value) and not isinstance(value, HbmBudget):
+        if is_dataclass(value) and not isinstance(value, HbmBudget | NvmeThrottle):
             yield from _walk(value, "" if item.name == "serve" else f"{prefix}{item.name}.")
         else:
             yield prefix + _bare(item.name), (item.name, value)
@@ -200,6 +209,22 @@ def _nvme_path(item: object) -> NvmePath:
     return NvmePath(path=path, capacity_bytes=parse_size(capacity))
 
 
+def _nvme_throttle(raw: object) -> NvmeThrottle:
+    """`read=1GiB,write=200MiB,read_ops=5000,write_ops=1000`, each at most once, in any order."""
+    if not isinstance(raw, str) or not raw.strip():
+        _wrong(raw, _THROTTLE_WANTED)
+    given: dict[str, int] = {}
+    for item in raw.split(","):
+        name, _, amount = (part.strip() for part in item.partition("="))
+        field = _THROTTLE_FIELDS.get(name)
+        if field is None or field in given or not amount:
+            _wrong(item.strip(), _THROTTLE_WANTED)
+        given[field] = parse_size(amount) if field.endswith("bytes_per_s") else _integer(amount)
+    if not any(given.values()):
+        _wrong(raw, _THROTTLE_WANTED)
+    return NvmeThrottle(**given)
+
+
 def _is_size(text: str) -> bool:
     try:
         parse_size(text)
@@ -208,11 +233,19 @@ def _is_size(text: str) -> bool:
     return True
 
 
+_THROTTLE_WANTED = "a list of bounds a second, like read=1GiB,write=200MiB,read_ops=5000,write_ops=1000"
+_THROTTLE_FIELDS = {
+    "read": "read_bytes_per_s",
+    "write": "write_bytes_per_s",
+    "read_ops": "read_operations_per_s",
+    "write_ops": "write_operations_per_s",
+}
 _PARSERS: Mapping[str, Callable[[object], object]] = {
     "int": _integer,
     "str": _string,
     "Durability": _durability,
     "HbmBudget": _hbm_budget,
+    "NvmeThrottle": _nvme_throttle,
     "tuple[NvmePath, ...]": _nvme,
 }
 
@@ -261,6 +294,8 @@ def _plain(value: object) -> bool | int | float | str | tuple[str, ...] | None:
         return value.value
     if isinstance(value, HbmBudget):
         return value.size_bytes or str(value)
+    if isinstance(value, NvmeThrottle):
+        return str(value)
     if isinstance(value, tuple):
         return tuple(str(item) for item in value)
     assert value is None or isinstance(value, bool | int | float | str)

@@ -17,12 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kvstore", "tiers", "eviction", "engine_adapter", "bench")
 GENERATED = "kvstore.wire.v1"
 
-# Directly in kvstore/ lie the core and these modules of its shell: two processes, a link and the fault points.
-SHELL = {"kvstore.faults", "kvstore.keeper", "kvstore.mover", "kvstore.mover_link"}
+# Directly in kvstore/ lie the core and these modules of its shell: two processes with their parts and the fault points.
+SHELL = {
+    "kvstore.faults",
+    "kvstore.keeper",
+    "kvstore.mover",
+    "kvstore.mover_link",
+    "kvstore.mover_queue",
+    "kvstore.mover_slabs",
+}
 # What the core may know of outside: the packed records of the wire, and the contract of its policies.
 BESIDE_CORE = {"kvstore.wire.packed", "eviction.base"}
 # Not Python: compiled from kvstore/native/, absent without a C compiler.
-COMPILED = {"kvstore._hash_chain"}
+COMPILED = {"kvstore._hash_chain", "kvstore._slab_io"}
 IMPURE = {"asyncio", "grpc", "os", "socket", "subprocess", "threading", "time", "torch"}
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "joblib.load", "torch.load", "yaml.load"}

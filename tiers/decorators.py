@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.config import NvmeThrottle
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import REPLY
 from tiers.base import Moves, Replies, StorageTier
@@ -20,6 +21,7 @@ from tiers.base import Moves, Replies, StorageTier
 __all__ = ["FaultyStorage", "MeasuredStorage", "StorageCounts", "ThrottledStorage"]
 
 _MAX_SLEEP_S = 1.0
+_ROUNDING = 1e-3  # of a token: less than that is the clock's, not a debt
 
 
 class _Decorator:
@@ -54,43 +56,76 @@ class _Decorator:
 
 
 class ThrottledStorage(_Decorator):
-    """Writes at most `write_bytes_per_s`, to spare the medium or leave it to others; reads are never held back.
+    """Bytes and operations a second, of reads and of writes, to spare the medium or leave it to others.
 
-    A bucket of one second: a caller waits before its write until the bucket covers it. A write larger than the bucket
-    goes through once the bucket is full, and the debt is waited off by the next.
+    An operation is a piece: what one call of the disk moves. A caller waits before its transfer until each bound that
+    applies to it has room; bounds of reads never hold a write back, nor the other way round.
     """
 
     def __init__(
         self,
         inner: StorageTier,
         *,
-        write_bytes_per_s: int,
+        limits: NvmeThrottle,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
         super().__init__(inner)
-        self._rate = write_bytes_per_s
-        self._clock = clock
         self._sleep = sleep
-        self._lock = threading.Lock()
-        self._tokens = float(write_bytes_per_s)
-        self._at = clock()
+        self._bytes = {
+            MoveKind.READ: _Bucket(limits.read_bytes_per_s, clock),
+            MoveKind.WRITE: _Bucket(limits.write_bytes_per_s, clock),
+        }
+        self._operations = {
+            MoveKind.READ: _Bucket(limits.read_operations_per_s, clock),
+            MoveKind.WRITE: _Bucket(limits.write_operations_per_s, clock),
+        }
 
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier; may wait."""
-        wanted = int(moves["length"][moves["kind"] == MoveKind.WRITE].sum(dtype=np.uint64))
-        while wanted and (wait_s := self._take(wanted)) > 0:
-            self._sleep(min(wait_s, _MAX_SLEEP_S))
+        for kind in MoveKind:
+            of_kind = moves[moves["kind"] == kind]
+            if len(of_kind):
+                self._wait(self._bytes[kind], int(of_kind["length"].sum(dtype=np.uint64)))
+                if self._operations[kind].bounded:
+                    self._wait(self._operations[kind], len(self._inner.pieces(of_kind)))
         return self._inner.transfer(moves)
 
-    def _take(self, wanted: int) -> float:
+    def _wait(self, bucket: _Bucket, wanted: int) -> None:
+        while (wait_s := bucket.take(wanted)) > 0:
+            self._sleep(min(wait_s, _MAX_SLEEP_S))
+
+
+class _Bucket:
+    """Tokens that come at `rate` a second, one second's worth at most; a rate of 0 bounds nothing.
+
+    What is larger than the bucket goes through once the bucket is full, and its debt is waited off by the next.
+    """
+
+    __slots__ = ("_at", "_clock", "_lock", "_rate", "_tokens")
+
+    def __init__(self, rate: int, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens = float(rate)
+        self._at = clock()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether anything is ever held back."""
+        return self._rate > 0
+
+    def take(self, wanted: int) -> float:
         """Takes `wanted` tokens and answers 0, or takes none and answers the seconds until they are there."""
+        if not self._rate:
+            return 0.0
         with self._lock:
             now = self._clock()
             self._tokens = min(float(self._rate), self._tokens + (now - self._at) * self._rate)
             self._at = now
             missing = min(wanted, self._rate) - self._tokens
-            if missing > 0.5:  # less than a byte is the clock's rounding, not a debt
+            if missing > _ROUNDING:
                 return missing / self._rate
             self._tokens -= wanted
             return 0.0

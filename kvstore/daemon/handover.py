@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from kvstore.config import Durability, Limits, ServeConfig
+from kvstore.config import Durability, Limits, NvmeThrottle, ServeConfig
 from kvstore.settings import resolve
 
 __all__ = ["config_from_toml", "config_to_toml"]
@@ -31,6 +31,8 @@ def _literal(value: object) -> str:
     """TOML's strings and lists of strings are JSON's."""
     if isinstance(value, Durability):
         return json.dumps(value.value)
+    if isinstance(value, NvmeThrottle):
+        return json.dumps(str(value))
     if isinstance(value, tuple):
         return json.dumps([f"{item.path}:{item.capacity_bytes}" for item in value])
     return json.dumps(value)

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.config import Durability
+from kvstore.config import Durability, NvmeThrottle
 from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
@@ -125,8 +125,16 @@ class MoverPath:
 
     def _start(self) -> None:
         config = self._owner.config
+        bounds = config.nvme_throttle or NvmeThrottle()
         link = self._start_link(
-            wire.Config(directory=str(self.opened.directory.path), threads=config.nvme_threads),
+            wire.Config(
+                directory=str(self.opened.directory.path),
+                threads=config.nvme_threads,
+                read_bytes_per_s=bounds.read_bytes_per_s,
+                write_bytes_per_s=bounds.write_bytes_per_s,
+                read_operations_per_s=bounds.read_operations_per_s,
+                write_operations_per_s=bounds.write_operations_per_s,
+            ),
             lock_fd=self.opened.directory.lock_fd,
         )
         self._link, self._announced = link, False

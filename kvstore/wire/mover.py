@@ -60,7 +60,8 @@ _EXTENT = struct.Struct("<HxxxxxxQ")
 _SLAB = struct.Struct("<HxxIQQ")
 _DROP = struct.Struct("<BxH")
 _ID = struct.Struct("<Q")
-_OPENED = struct.Struct("<HB")
+_OPENED = struct.Struct("<HBB")
+_FAILED = struct.Struct("<HB")
 _SHORT = struct.Struct("<H")
 _COUNTS = struct.Struct("<7Qd")
 
@@ -92,8 +93,11 @@ class Config:
     """I/O threads; 0: probe the disk."""
     direct: bool = True
     """O_DIRECT where the file system allows it."""
+    read_bytes_per_s: int = 0
     write_bytes_per_s: int = 0
-    """Most bytes written in a second; 0: no bound."""
+    read_operations_per_s: int = 0
+    write_operations_per_s: int = 0
+    """Most of each in a second; 0: no bound."""
     nice: int = 5
     """Added to the niceness of the daemon."""
 
@@ -147,18 +151,20 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabOpened:
-    """The slab is there; `direct`: past the page cache."""
+    """The slab is there; `direct`: past the page cache; `made`: it was not there before."""
 
     extent: int
     direct: bool
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabFailed:
-    """The slab is not to be had; one line for people."""
+    """The slab is not to be had; one line for people. `exists`: there is a file of it, which could not be opened."""
 
     extent: int
     text: str
+    exists: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +248,10 @@ def _pack_report(message: Ready | SlabOpened | SlabFailed | Synced | Notice | Co
         case Ready():
             return _KIND.pack(Kind.READY) + _SHORT.pack(message.threads)
         case SlabOpened():
-            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct)
+            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct, message.made)
         case SlabFailed():
-            return _KIND.pack(Kind.SLAB_FAILED) + _SHORT.pack(message.extent) + _text(message.text)
+            head = _FAILED.pack(message.extent, message.exists)
+            return _KIND.pack(Kind.SLAB_FAILED) + head + _text(message.text)
         case Synced():
             return _KIND.pack(Kind.SYNCED) + _ID.pack(message.id) + _text(message.text)
         case Notice():
@@ -291,11 +298,11 @@ def _parse_report(kind: int, body: bytes) -> Message:
         case Kind.READY:
             return Ready(threads=_SHORT.unpack(body)[0])
         case Kind.SLAB_OPENED:
-            extent, direct = _OPENED.unpack(body)
-            return SlabOpened(extent=extent, direct=bool(direct))
+            extent, direct, made = _OPENED.unpack(body)
+            return SlabOpened(extent=extent, direct=bool(direct), made=bool(made))
         case Kind.SLAB_FAILED:
-            (extent,) = _SHORT.unpack_from(body)
-            return SlabFailed(extent=extent, text=_text_of(body[_SHORT.size :]))
+            extent, exists = _FAILED.unpack_from(body)
+            return SlabFailed(extent=extent, text=_text_of(body[_FAILED.size :]), exists=bool(exists))
         case Kind.REPLIES:
             return Replies(records_of(body, REPLY))
         case Kind.SYNCED:

@@ -14,8 +14,8 @@ import pytest
 
 from kvstore.errors import AlreadyExists
 from kvstore.layout import Tier
-from kvstore.mover import WorkQueue
 from kvstore.mover_link import MoverLink
+from kvstore.mover_queue import WorkQueue
 from kvstore.moves import MoveStatus
 from kvstore.wire import mover as wire
 from tests.tiers.harness import DRAM, NVME, SLABS, SLOT_BYTES, Harness
@@ -149,7 +149,7 @@ def test_it_says_what_it_is(start: Start) -> None:
     link = start(threads=3)
     messages = wait_for(link, wire.SlabOpened)
     assert wire.Ready(threads=3) in messages
-    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True)
+    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True, made=True)
 
 
 def test_a_slab_that_is_not_to_be_had_is_said(start: Start, harness: Harness) -> None:
@@ -159,6 +159,7 @@ def test_a_slab_that_is_not_to_be_had_is_said(start: Start, harness: Harness) ->
     assert isinstance(failed, wire.SlabFailed)
     assert failed.extent == NVME + 1
     assert "no space" in failed.text
+    assert not failed.exists
     moves = harness.moves_for([0])
     moves["nvme_extent"] = NVME + 1
     link.send_moves(moves)
@@ -350,7 +351,7 @@ def test_drop_gives_the_room_back(start: Start, tmp_path: Path, harness: Harness
 
 
 def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
-    queue = WorkQueue(max_writes=2)
+    queue = WorkQueue(most=2)
     taken: list[str] = []
     for i in range(20):
         queue.put_write(lambda i=i: taken.append(f"w{i}"))  # type: ignore[misc]
@@ -360,6 +361,8 @@ def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
         job = queue.get()
         assert job is not None
         job()
+        if taken[-1].startswith("r"):
+            queue.read_done()
     assert taken == ["sync", "r0", "r1", "r2", "r3", "r4", "r5", "r6", "w0", "r7"]
     queue.close()
     assert queue.get() is None
@@ -367,7 +370,7 @@ def test_reads_overtake_writes_and_writes_are_not_starved() -> None:
 
 def test_a_read_finds_a_thread_while_writes_run() -> None:
     """Prefetched writes to a slow disk took every thread, and a request waited for all of them."""
-    queue = WorkQueue(max_writes=1)
+    queue = WorkQueue(most=1)
     taken: list[str] = []
     for name in ("w0", "w1"):
         queue.put_write(lambda name=name: taken.append(name))  # type: ignore[misc]
@@ -383,6 +386,64 @@ def test_a_read_finds_a_thread_while_writes_run() -> None:
     assert job is not None
     job()
     assert taken == ["w0", "r0", "w1"]
+
+
+def test_a_write_finds_a_thread_while_reads_run() -> None:
+    """Reads that a slow or throttled disk held took every thread, and nothing was written down."""
+    queue = WorkQueue(most=1)
+    taken: list[str] = []
+    for name in ("r0", "r1"):
+        queue.put_read(lambda name=name: taken.append(name))  # type: ignore[misc]
+    queue.put_write(lambda: taken.append("w0"))
+    for _ in range(2):
+        job = queue.get()
+        assert job is not None
+        job()
+    assert taken == ["r0", "w0"]
+    assert queue.get_now() is None
+    queue.read_done()
+    job = queue.get()
+    assert job is not None
+    job()
+    assert taken == ["r0", "w0", "r1"]
+
+
+def test_a_slab_that_is_slow_to_make_holds_nothing_else_up(
+    start: Start, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads the socket made slabs itself: while one was allocated every read and write stood still."""
+    monkeypatch.setenv("KVSTORE_FAULT", "mover.slab:sleep=2:2")  # the second slab
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    link.send_slab(NVME + 1, 2, SLABS, SLOT_BYTES)
+    waits = harness.moves_for([1])
+    waits["nvme_extent"] = NVME + 1
+    link.send_moves(waits)
+    began_s = time.monotonic()
+    expected = harness.fill(0)
+    for moves in (harness.moves_for([0]), harness.moves_back([0])):
+        link.send_moves(moves)
+        assert list(statuses(wait_for(link, wire.Replies)).values()) == [MoveStatus.OK]
+    link.send_sync(1)
+    wait_for(link, wire.Synced)
+    assert time.monotonic() - began_s < 1.5
+    assert np.array_equal(harness.bytes[32], expected)
+    messages = wait_for(link, wire.Replies)
+    assert statuses(messages) == {int(waits["id"][0]): MoveStatus.OK}
+    assert time.monotonic() - began_s > 1.5, "its own move waited for it"
+
+
+def test_a_drop_and_a_new_slab_come_in_their_order(start: Start, harness: Harness) -> None:
+    link = start()
+    harness.fill(3)
+    link.send_moves(harness.moves_for([3]))
+    wait_for(link, wire.Replies)
+    link.send_drop(Tier.NVME, NVME)
+    link.send_slab(NVME, 2, SLABS, SLOT_BYTES)
+    link.send_moves(harness.moves_back([3]))
+    messages = wait_for(link, wire.Replies)
+    assert list(statuses(messages).values()) == [MoveStatus.CORRUPT], "the new slab holds nothing"
+    assert wire.SlabOpened(extent=NVME, direct=True, made=True) in messages
 
 
 def test_reads_are_not_held_back_by_throttled_writes(start: Start, harness: Harness) -> None:
@@ -435,6 +496,23 @@ def test_a_mover_without_one_of_its_extents_ends(start: Start, harness: Harness)
     assert statuses(messages) == {}
     assert any("cannot be mapped" in message.text for message in messages if isinstance(message, wire.Notice))
     assert wait_dead(link) == 0
+
+
+def test_what_a_mover_said_before_it_ended_is_heard(start: Start, harness: Harness) -> None:
+    """The kernel answers the first read after such an end with a reset, and the last words behind it were lost."""
+    link = start()
+    wait_for(link, wire.SlabOpened)
+    os.kill(link.pid, signal.SIGSTOP)
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 4096)
+    link.send_extent(DRAM + 1, 4096, fd)
+    os.close(fd)
+    for _ in range(16):
+        link.send_moves(harness.moves_for([0]))  # some of these stay unread
+    os.kill(link.pid, signal.SIGCONT)
+    assert select.select([link.pidfd], [], [], _DEADLINE_S)[0]
+    messages = wait_for(link, wire.Synced)  # which never comes
+    assert any("cannot be mapped" in message.text for message in messages if isinstance(message, wire.Notice))
 
 
 def test_a_message_that_is_none_ends_the_mover_at_once(start: Start) -> None:

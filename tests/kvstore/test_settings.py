@@ -13,10 +13,12 @@ from kvstore.config import (
     HbmBudget,
     Limits,
     NvmePath,
+    NvmeThrottle,
     ServeConfig,
     WorkerConfig,
     default_socket,
 )
+from kvstore.daemon.handover import config_from_toml, config_to_toml
 from kvstore.errors import ConfigError
 from kvstore.settings import Resolved, environment_name, resolve
 from kvstore.units import GIB, MIB
@@ -163,9 +165,14 @@ def test_each_field_can_be_given(record: type) -> None:
             continue
         key = prefix + field.name.removesuffix("_bytes").removesuffix("_s")
         item = shown[key]
-        text = {"nvme": "/a:1GiB", "tcp": "127.0.0.1:1", "socket_group": "kv", "worker.socket": "/s"}.get(
-            key, item.text
-        )
+        given_texts = {
+            "nvme": "/a:1GiB",
+            "nvme_throttle": "read=1GiB",
+            "tcp": "127.0.0.1:1",
+            "socket_group": "kv",
+            "worker.socket": "/s",
+        }
+        text = given_texts.get(key, item.text)
         given = settle(environ={environment_name(key): str(text) or "1"})
         assert source(given, key) == f"environment {environment_name(key)}"
         if item.value not in (None, ()):
@@ -203,3 +210,22 @@ def test_no_other_hbm_is_taken(given: object) -> None:
 def test_a_share_is_of_what_is_free() -> None:
     assert HbmBudget(share_percent=80).of(100 * GIB) == 80 * GIB
     assert HbmBudget(size_bytes=GIB).of(0) == GIB
+
+
+def test_a_throttle_names_what_it_bounds() -> None:
+    resolved = settle({"nvme_throttle": "write_ops=1_000, read=1GiB"})
+    assert resolved.config.serve.nvme_throttle == NvmeThrottle(
+        read_bytes_per_s=1 << 30, write_operations_per_s=1000
+    )
+    (setting,) = [item for item in resolved.settings if item.key == "nvme_throttle"]
+    assert setting.text == "read=1GiB,write_ops=1000"
+    assert settle({"nvme_throttle": setting.text}).config == resolved.config
+    assert config_from_toml(config_to_toml(resolved.config.serve)) == resolved.config.serve
+
+
+@pytest.mark.parametrize(
+    "given", ["", "1GiB", "read", "read=", "read=1GiB,read=2GiB", "erase=1GiB", "read=0", "read_ops=-1"]
+)
+def test_no_other_throttle_is_taken(given: str) -> None:
+    with pytest.raises(ConfigError, match="nvme_throttle"):
+        settle(file=f"nvme_throttle = {given!r}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.config import NvmeThrottle
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
 from tiers.decorators import FaultyStorage, MeasuredStorage, StorageCounts, ThrottledStorage
 from tiers.memory import MemoryStorage
+from tiers.nvme.io import NvmeTier
 
 
 class Clock:
@@ -37,7 +40,9 @@ def inner(harness: Harness) -> MemoryStorage:
 
 def test_throttle_holds_writes_to_the_rate_and_reads_not(inner: MemoryStorage, harness: Harness) -> None:
     clock = Clock()
-    throttled = ThrottledStorage(inner, write_bytes_per_s=SLOT_BYTES, clock=clock, sleep=clock.sleep)
+    throttled = ThrottledStorage(
+        inner, limits=NvmeThrottle(write_bytes_per_s=SLOT_BYTES), clock=clock, sleep=clock.sleep
+    )
     for slot in range(11):
         throttled.transfer(harness.moves_for([slot]))
     assert clock.now_s == pytest.approx(110.0)
@@ -48,10 +53,39 @@ def test_throttle_holds_writes_to_the_rate_and_reads_not(inner: MemoryStorage, h
 def test_throttle_lets_a_write_larger_than_the_bucket_through(inner: MemoryStorage, harness: Harness) -> None:
     """A block larger than one second of the rate waited for ever."""
     clock = Clock()
-    throttled = ThrottledStorage(inner, write_bytes_per_s=SLOT_BYTES // 4, clock=clock, sleep=clock.sleep)
+    throttled = ThrottledStorage(
+        inner, limits=NvmeThrottle(write_bytes_per_s=SLOT_BYTES // 4), clock=clock, sleep=clock.sleep
+    )
     for slot in range(3):
         assert throttled.transfer(harness.moves_for([slot]))["status"].tolist() == [MoveStatus.OK]
     assert clock.now_s == pytest.approx(108.0)
+
+
+def test_throttle_holds_reads_to_their_own_rate(inner: MemoryStorage, harness: Harness) -> None:
+    """Reads were never held back, so nothing could leave the disk to others."""
+    clock = Clock()
+    limits = NvmeThrottle(read_bytes_per_s=SLOT_BYTES)
+    throttled = ThrottledStorage(inner, limits=limits, clock=clock, sleep=clock.sleep)
+    throttled.transfer(harness.moves_for(list(range(11))))
+    assert clock.now_s == 100.0
+    for slot in range(11):
+        throttled.transfer(harness.moves_back([slot]))
+    assert clock.now_s == pytest.approx(110.0)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_throttle_counts_the_calls_of_the_disk(harness: Harness, tmp_path: Path, kind: str) -> None:
+    clock = Clock()
+    inner = NvmeTier(tmp_path, harness.memory)
+    inner.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    limits = NvmeThrottle(**{f"{kind}_operations_per_s": 2})
+    throttled = ThrottledStorage(inner, limits=limits, clock=clock, sleep=clock.sleep)
+    moves = harness.moves_for if kind == "write" else harness.moves_back
+    throttled.transfer(moves(list(range(16))))  # side by side: one call
+    throttled.transfer(moves([0, 4, 8]))  # with it four, of which two were there at the start
+    throttled.transfer(moves([0]))
+    assert clock.now_s == pytest.approx(101.5)
+    inner.close()
 
 
 def test_counts_are_of_what_went_through(inner: MemoryStorage, harness: Harness) -> None:

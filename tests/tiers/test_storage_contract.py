@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.config import NvmeThrottle
 from kvstore.errors import NotFound, ResourceExhausted
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import DRAM, NVME, SLABS, SLOT_BYTES, STRIDE, Harness
@@ -40,7 +41,10 @@ def storage(request: pytest.FixtureRequest, harness: Harness, tmp_path: Path) ->
             made = MeasuredStorage(made, clock=lambda: 0.0)
         case "throttled":
             made = ThrottledStorage(
-                made, write_bytes_per_s=1 << 40, clock=lambda: 0.0, sleep=lambda seconds: None
+                made,
+                limits=NvmeThrottle(read_bytes_per_s=1 << 40, write_bytes_per_s=1 << 40),
+                clock=lambda: 0.0,
+                sleep=lambda seconds: None,
             )
         case "faulty":
             made = FaultyStorage(made, decide=_nothing_fails)

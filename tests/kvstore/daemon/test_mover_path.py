@@ -85,11 +85,11 @@ class SlowKept:
 class Rig:
     """One path whose store always has one move for its mover, into DRAM extent 10."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.link, self.kept = FakeLink(), SlowKept()
         self.waiting = True
-        monkeypatch.setattr(module.MoverLink, "start", lambda *_args, **_kwargs: self.link)
-        config = SimpleNamespace(nvme_threads=1, durability=Durability.COMMIT)
+        start: Any = lambda *_args, **_kwargs: self.link  # noqa: E731
+        config = SimpleNamespace(nvme_threads=1, nvme_throttle=None, durability=Durability.COMMIT)
         owner: Any = SimpleNamespace(
             config=config,
             store=SimpleNamespace(take_moves=self._take),
@@ -104,7 +104,14 @@ class Rig:
         opened: Any = SimpleNamespace(directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1))
         kept: Any = self.kept
         self.path = MoverPath(
-            number=0, owner=owner, kept=kept, memory=memory, columns=columns, slabs=slabs, opened=opened
+            number=0,
+            owner=owner,
+            kept=kept,
+            memory=memory,
+            columns=columns,
+            slabs=slabs,
+            opened=opened,
+            start_link=start,
         )
         index: Any = SimpleNamespace(start=lambda: None, due=lambda: None)
         self.path.index = index
@@ -124,11 +131,11 @@ class Rig:
         return moves
 
 
-def test_no_move_overtakes_the_extent_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_move_overtakes_the_extent_that_it_names() -> None:
     """A mover that was only starting was sent moves before its extents, and refused them: extent 10 is not mapped."""
 
     async def work() -> None:
-        rig = Rig(monkeypatch)
+        rig = Rig()
         running = asyncio.create_task(rig.path.run_forever())
         await asyncio.wait_for(rig.kept.asked.wait(), WAIT_S)
         rig.path.pump()  # as it comes after every call into the store
@@ -147,11 +154,11 @@ def test_no_move_overtakes_the_extent_that_it_names(monkeypatch: pytest.MonkeyPa
     asyncio.run(work())
 
 
-def test_a_mover_that_cannot_be_given_an_extent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mover_that_cannot_be_given_an_extent_is_replaced() -> None:
     """Out of descriptors, a mover went on without an extent, and blocks that it was to read there were given up."""
 
     async def work() -> None:
-        rig = Rig(monkeypatch)
+        rig = Rig()
         rig.kept.confirm.set()
         running = asyncio.create_task(rig.path.run_forever())
         await rig.in_service()

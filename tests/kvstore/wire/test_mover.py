@@ -14,14 +14,16 @@ from kvstore.wire import mover as wire
 from kvstore.wire.packed import MOVE, REPLY
 
 MESSAGES = [
-    wire.Config(directory="/a b/ü", threads=3, direct=False, write_bytes_per_s=7, nice=1),
+    wire.Config(
+        directory="/a b/ü", threads=3, direct=False, write_bytes_per_s=7, read_operations_per_s=9, nice=1
+    ),
     wire.Extent(extent=65535, nbytes=1 << 40),
     wire.Slab(extent=1, number=1 << 31, nbytes=1 << 41, slot_bytes=1 << 33),
     wire.Drop(tier=Tier.NVME, extent=9),
     wire.Sync(id=1 << 63),
     wire.Ready(threads=8),
-    wire.SlabOpened(extent=4, direct=True),
-    wire.SlabFailed(extent=4, text="no space"),
+    wire.SlabOpened(extent=4, direct=True, made=True),
+    wire.SlabFailed(extent=4, text="no space", exists=True),
     wire.Synced(id=3, text="fdatasync failed"),
     wire.Notice(text="ü"),
     wire.Counts(
