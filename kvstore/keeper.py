@@ -3,6 +3,9 @@
     python -m kvstore.keeper -- COMMAND …                        starts COMMAND, restarts it, ends when it exits with 0
     python -m kvstore.keeper --adopt PID --notify-fd N -- COMMAND …   takes over a daemon whose keeper has died
 
+With `--blackbox FILE` in front it copies what is stored as `blackbox` into FILE when it ends, and into FILE.crash each
+time that the daemon dies.
+
 It speaks systemd's protocol and nothing else (sd_notify(3), sd_listen_fds(3)): FDSTORE=1 / FDSTOREREMOVE=1 / FDNAME=,
 BARRIER=1, READY=1, STOPPING=1 as datagrams on $NOTIFY_SOCKET from the daemon's pid alone; what is stored is handed to
 the next daemon as descriptors 3, 4, … with $LISTEN_FDS, $LISTEN_FDNAMES and $LISTEN_PID. So a daemon under systemd
@@ -48,15 +51,16 @@ KEEPER_PID = "KVSTORE_KEEPER_PID"
 """Environment variable that tells the daemon which process to watch."""
 MAX_DESCRIPTORS = 8192
 _MAX_PACKET_BYTES = 4096
+_MAX_BLACKBOX_BYTES = 4 << 20
 _FIRST_FD = 3
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 5.0
 _STEADY_S = 10.0  # a daemon that ran this long was no crash at start
 _START_CRASHES = 5  # before READY, in a row, with descriptors: then they are what kills it
 _STOP_GRACE_S = 120.0  # after SIGTERM; the daemon's own drain deadline is shorter
-_KEPT_AT_RESET = (
-    "mover-"  # a mover of the old daemon may still write to its disk: the next one must wait for it
-)
+_BLACKBOX = "blackbox"
+# A mover of the old daemon may still write to its disk: the next one must wait for it. The recording kills nobody.
+_KEPT_AT_RESET = ("mover-", _BLACKBOX)
 _FAULT = "KVSTORE_FAULT"
 _REFUSALS = {CONFIG_EXIT: 2, REFUSED_EXIT: 1}  # what we exit with, as `kvstore` does
 _CREDENTIALS_BYTES = 12  # struct ucred: pid, uid, gid
@@ -80,6 +84,8 @@ class Keeper:
 
     command: Sequence[str]
     notify: socket.socket
+    blackbox: str = ""
+    """File that what is stored as `blackbox` is copied to; empty: none."""
     fds: dict[str, int] = field(default_factory=dict)
     run: _Run | None = None
     backoff_s: float = _FIRST_BACKOFF_S
@@ -203,6 +209,7 @@ class Keeper:
         _say(
             f"daemon {run.pid} {how}; starting it again in {self.backoff_s:g} s with {len(self.fds)} descriptors"
         )
+        self.save_blackbox(".crash")
         if self.start_crashes >= _START_CRASHES:
             _say(
                 f"the daemon failed {_START_CRASHES} times to start from what was kept: memory is dropped, disks stay"
@@ -211,6 +218,25 @@ class Keeper:
                 self._drop(name)
             self.start_crashes = 0
         return None
+
+    def save_blackbox(self, suffix: str) -> None:
+        """Copies the flight recording into its file; what cannot be written is said and lost."""
+        fd = self.fds.get(_BLACKBOX)
+        if fd is None or not self.blackbox:
+            return
+        unfinished = f"{self.blackbox}.new"
+        try:
+            data = os.pread(fd, _MAX_BLACKBOX_BYTES, 0)
+            file = os.open(
+                unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                os.write(file, data)
+            finally:
+                os.close(file)
+            os.rename(unfinished, self.blackbox + suffix)
+        except OSError as error:
+            _say(f"the flight recording cannot be written to {self.blackbox}{suffix}: {error.strerror}")
 
     def _back_off(self, poller: select.poll, wake: int) -> None:
         """Waits before the next start, for signals too."""
@@ -338,13 +364,14 @@ def _wake_pipe() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """The program; see the module's docstring."""
-    usage = "usage: python -m kvstore.keeper [--adopt PID --notify-fd FD] -- COMMAND …"
+    usage = "usage: python -m kvstore.keeper [--blackbox FILE] [--adopt PID --notify-fd FD] -- COMMAND …"
     if "--" not in arguments:
         _say(usage)
         return 2
     split = list(arguments).index("--")
     options, command = list(arguments[:split]), list(arguments[split + 1 :])
     flags = dict(zip(options[::2], options[1::2], strict=False))
+    blackbox = flags.pop("--blackbox", "")
     if not command or set(flags) not in (set(), {"--adopt", "--notify-fd"}):
         _say(usage)
         return 2
@@ -352,10 +379,12 @@ def main(arguments: Sequence[str]) -> int:
     wake = _wake_pipe()
     notify = socket.socket(fileno=int(flags["--notify-fd"])) if flags else bind_notify_socket()
     os.set_inheritable(notify.fileno(), False)
-    keeper = Keeper(command=command, notify=notify)
+    keeper = Keeper(command=command, notify=notify, blackbox=blackbox)
     if flags:
         keeper.adopt(int(flags["--adopt"]))
-    return keeper.serve(wake)
+    code = keeper.serve(wake)
+    keeper.save_blackbox("")
+    return code
 
 
 if __name__ == "__main__":

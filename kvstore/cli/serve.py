@@ -15,6 +15,7 @@ import typer
 
 from kvstore.cli.settings import load_settings
 from kvstore.config import ServeConfig
+from kvstore.daemon.blackbox import saved_paths
 from kvstore.daemon.handover import config_to_toml
 from kvstore.daemon.machine import check_disks, check_memory
 
@@ -85,4 +86,5 @@ def keeper_command(settings: ServeConfig) -> list[str]:
     """What `kvstore serve` becomes: the keeper, and the daemon that it starts."""
     python = sys.executable
     daemon = [python, "-m", "kvstore.daemon", "--config", config_to_toml(settings)]
-    return [python, "-m", "kvstore.keeper", "--", *daemon]
+    saved, _ = saved_paths(settings.socket)
+    return [python, "-m", "kvstore.keeper", "--blackbox", saved, "--", *daemon]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.config import ServeConfig
 from kvstore.daemon.admin import Admin
+from kvstore.daemon.blackbox import BLACKBOX, open_recorder, saved_paths
 from kvstore.daemon.descriptors import DescriptorServer
 from kvstore.daemon.devices import Devices, load_nvml
 from kvstore.daemon.frames import FrameServer
@@ -39,6 +40,7 @@ from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.keeper import KEEPER_PID
 from kvstore.layout import Tier
+from kvstore.recorder import Event
 from kvstore.units import format_count, format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -65,7 +67,8 @@ class Daemon:
         self._keeper_died_warning = "the keeper died and was started again"
         self._notifier = Notifier(environ.get("NOTIFY_SOCKET"))
         keeper_pid = int(environ[KEEPER_PID]) if environ.get(KEEPER_PID) else None
-        self._kept = Kept(self._notifier, keeper_pid, self._keeper_restarted)
+        saved, _ = saved_paths(config.socket)
+        self._kept = Kept(self._notifier, keeper_pid, saved, self._keeper_restarted)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
@@ -87,6 +90,7 @@ class Daemon:
                 (asyncio.ensure_future(self._stop.wait()), self._fault), return_when=asyncio.FIRST_COMPLETED
             )
             if self._fault.done():
+                self._recorder.note(Event.FAULT, a=os.getpid())
                 self._fault.result()
             await self._drain()
         finally:
@@ -107,7 +111,11 @@ class Daemon:
 
     async def _start(self, sockets: Sockets) -> None:
         secret = await self._secret()
+        self._recorder, recorder_fd = open_recorder(self._config.socket, self._inherited)
         tables = open_tables(self._config, self._inherited, time.time_ns() // 1_000_000)
+        if not tables.fresh:
+            self._recorder.note(Event.RECOVERED, count=tables.store.stats().rows)
+        tables.store.record_to(self._recorder)
         self._build(tables, secret)
         members = match_descriptors(
             owner=self._owner,
@@ -118,7 +126,7 @@ class Daemon:
             inherited=self._inherited,
         )
         slabs = {SlabTable.NAME: self._movers.slabs.fd}
-        await self._kept.add({TABLES: tables.fd, SECRET: self._secret_fd, **slabs})
+        await self._kept.add({TABLES: tables.fd, SECRET: self._secret_fd, BLACKBOX: recorder_fd, **slabs})
         if not self._memory.extents(Tier.DRAM):
             await self._memory.add_dram(extent_plan(self._config)[0])
         for member in members:
@@ -141,7 +149,9 @@ class Daemon:
         self._say_ready(tables, len(members))
 
     def _build(self, tables: Tables, secret: bytes) -> None:
-        self._owner = Owner(store=tables.store, config=self._config, boot_epoch=time.time_ns())
+        self._owner = Owner(
+            store=tables.store, config=self._config, boot_epoch=time.time_ns(), recorder=self._recorder
+        )
         self._memory = Memory(self._owner, self._kept, tables.columns)
         self._sessions = Sessions(self._owner, self._kept)
         self._descriptors = DescriptorServer(
@@ -229,9 +239,11 @@ class Daemon:
             parts.append(f"metrics http://127.0.0.1:{config.metrics_port}/metrics")
         again = "" if tables.fresh else f" again with {format_count(self._owner.store.stats().rows)} known"
         print(f"kvstore ready{again} on {config.socket}: {', '.join(parts)}", flush=True)
-        _LOG.info(
-            "ready", pid=os.getpid(), fresh=tables.fresh, members=members, rows=self._owner.store.stats().rows
-        )
+        rows = self._owner.store.stats().rows
+        self._recorder.note(Event.READY, count=rows)
+        _LOG.info("ready", pid=os.getpid(), fresh=tables.fresh, members=members, rows=rows)
+        saved, crash = saved_paths(config.socket)
+        _LOG.info("flight recording", now="kvstore blackbox", after_end=saved, after_crash=crash)
 
     # ------------------------------------------------------------ running
 
@@ -268,9 +280,11 @@ class Daemon:
     async def _drain(self) -> None:
         """Tells the streams, brings what is in DRAM to disk, closes."""
         self._owner.draining = True
+        self._recorder.note(Event.DRAINING)
         self._notifier.tell("STOPPING=1")
         deadline_s = self._config.limits.drain_deadline_s
         _LOG.info("draining", deadline_s=deadline_s)
+        left = 0
         for session in self._owner.sessions.values():
             session.post(draining=pb.Draining(deadline_ms=round(deadline_s * 1000)))
         if self._config.nvme:
@@ -285,6 +299,7 @@ class Daemon:
         for task in tuple(self._tasks):
             task.cancel()
         await self._movers.close(_CLOSE_S)
+        self._recorder.note(Event.STOPPED, count=left)
         _LOG.info("stopped")
 
 

@@ -31,8 +31,12 @@ _SPARE = 128
 class Kept:
     """Descriptors by name. They belong to their users; here is only what the keeper was given."""
 
-    def __init__(self, notifier: Notifier, keeper_pid: int | None, on_restart: Callable[[], None]) -> None:
+    def __init__(
+        self, notifier: Notifier, keeper_pid: int | None, blackbox: str, on_restart: Callable[[], None]
+    ) -> None:
+        """`blackbox`: where a keeper leaves the flight recording."""
         self._notifier = notifier
+        self._blackbox = blackbox
         self._fds: dict[str, int] = {}
         self._keeper_pid = keeper_pid
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -95,7 +99,8 @@ class Kept:
     async def _start_another(self) -> None:
         with bind_notify_socket() as notify:
             command = [
-                *[sys.executable, "-m", "kvstore.keeper", "--adopt", str(os.getpid())],
+                *[sys.executable, "-m", "kvstore.keeper", "--blackbox", self._blackbox],
+                *["--adopt", str(os.getpid())],
                 *["--notify-fd", str(notify.fileno()), "--", *_own_command()],
             ]
             self._keeper = subprocess.Popen(command, pass_fds=[notify.fileno()], start_new_session=True)  # noqa: ASYNC220 (1 ms, rare)

@@ -8,6 +8,7 @@ hand, moves). A tick keeps time-driven work going: 50 times a second while somet
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.session import Session
 from kvstore.errors import Aborted, NotFound, Unauthenticated
 from kvstore.moves import SessionId, Slots
+from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.store import Store
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -30,8 +32,11 @@ _LOG = Log("owner")
 class Owner:
     """Hub of the daemon. Not thread-safe: one loop owns it."""
 
-    def __init__(self, *, store: Store, config: ServeConfig, boot_epoch: int) -> None:
+    def __init__(
+        self, *, store: Store, config: ServeConfig, boot_epoch: int, recorder: Recorder | None = None
+    ) -> None:
         self.store = store
+        self.recorder = NoRecorder() if recorder is None else recorder
         self.config = config
         self.boot_epoch = boot_epoch
         self.counters = Counters()
@@ -127,6 +132,7 @@ class Owner:
                 self._settle()
             except Exception:  # noqa: BLE001 (a task's boundary: one bad tick must not end all later ones)
                 self.counters.add("internal_errors_total")
+                self.recorder.note(Event.FAULT, a=os.getpid())
                 _LOG.fault("tick failed")
             await asyncio.sleep(_BUSY_TICK_S)
             try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from eviction.lru import Lru
 from kvstore.config import ServeConfig
+from kvstore.daemon.blackbox import BLACKBOX
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory, descriptor_name, extent_plan
@@ -44,7 +45,7 @@ __all__ = [
 
 TABLES = "tables"
 SECRET = "secret"  # noqa: S105 (what the keeper calls its descriptor)
-_OTHERS = ("mover-", SECRET, "slabs")  # matched elsewhere
+_OTHERS = ("mover-", BLACKBOX, SECRET, "slabs")  # matched elsewhere
 _MAX_HBM_EXTENTS = 1024
 _LOG = Log("recovery")
 

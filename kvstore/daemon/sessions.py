@@ -20,6 +20,7 @@ from kvstore.daemon.session import Session
 from kvstore.errors import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, KvstoreError
 from kvstore.faults import fault
 from kvstore.moves import U32, SessionId
+from kvstore.recorder import Event
 
 __all__ = ["Member", "Sessions", "member_names"]
 
@@ -96,6 +97,7 @@ class Sessions:
         self._owner.add_session(session)
         self._expect(session)
         self._owner.counters.add("attaches_total")
+        self._owner.recorder.note(Event.ATTACH, number, 0, members, c=slot_bytes)
         _LOG.info("attached", session=number, name=name, members=members, slot_bytes=slot_bytes)
         return session
 
