@@ -136,6 +136,8 @@ class StoreLimits:
     """Part of a tier's slots of one class that the background evictor keeps free."""
     reserve_slots: int = 8
     """Least number of slots that it keeps free, where the class has four times as many."""
+    write_budget_bytes: int = 0
+    """Most bytes that each NVMe path may write in 24 hours, flushes apart; 0: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.admission import WriteBudget
 from kvstore.errors import FailedPrecondition
 from kvstore.evicting import Evictor
 from kvstore.flights import Flights, parent_hashes
@@ -48,27 +49,31 @@ class Moving:
         """Moves that movers have."""
         return len(self._flights)
 
+    def budget(self, path: int) -> WriteBudget:
+        """What a path may write today."""
+        return self._writing.admission.budgets[path]
+
     # -- writes in
 
     def queue_came(self) -> None:
         """Blocks that came into DRAM since the last call shall be written down."""
         came, self._state.sealed_in_dram = self._state.sealed_in_dram, []
         for rows in came:
-            self._writing.queue(rows, can_write=self.promoting.can_write)
+            self._writing.queue(rows, self.promoting.writable())
 
     def catch_up(self) -> None:
         """The background's part."""
-        self._writing.catch_up(can_write=self.promoting.can_write)
+        self._writing.catch_up(self.promoting.writable())
 
     def flush(self) -> FlushMark:
         """Queues all that is in DRAM and not in storage."""
         rows = self._writing.unwritten()
-        self._writing.queue(rows, can_write=self.promoting.can_write)
+        self._writing.flush(rows, self.promoting.writable())
         return FlushMark(rows=rows, words=self._state.words(rows))
 
     def left_of(self, mark: FlushMark) -> FlushLeft:
         """What is left of a flush."""
-        return self._writing.left_of(mark, can_write=self.promoting.can_write)
+        return self._writing.left_of(mark, self.promoting.writable())
 
     # -- out
 

@@ -66,14 +66,14 @@ class Promoting:
         for number in range(len(self._paths)):
             self.set_down(number)
 
-    @property
-    def can_write(self) -> bool:
-        """Whether there is a live path with memory that takes writes."""
+    def writable(self) -> list[int]:
+        """Live paths with memory that take writes."""
         extents, now_ms = self._state.extents, self._state.now_ms
-        return any(
-            path.up and self.health[number].writes.open(now_ms) and extents.of(Tier.NVME, number)
+        return [
+            number
             for number, path in enumerate(self._paths)
-        )
+            if path.up and self.health[number].writes.open(now_ms) and extents.of(Tier.NVME, number)
+        ]
 
     # -- in
 

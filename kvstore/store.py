@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from eviction.base import EvictionPolicy
 from kvstore import clearing, integrity, reporting, resizing
 from kvstore.acquiring import Acquiring, Request
+from kvstore.admission import WriteBudget
 from kvstore.attaching import Attaching
 from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -407,6 +408,10 @@ class Store:
     def health(self, path: int) -> PathHealth:
         """Whether the path's disk does what it is asked for; not to be changed by the caller."""
         return self._moving.promoting.health[path]
+
+    def budget(self, path: int) -> WriteBudget:
+        """What a path may write today. The caller restores it, promises, and spends what is not a block's."""
+        return self._moving.budget(path)
 
     def mover_dead(self, path: int, now_ms: int) -> None:
         """The path's mover is gone, reaped: its moves fail, and what it may have touched is free again."""
