@@ -37,6 +37,7 @@ from kvstore.wire.packed import REPLY
 from tiers.base import Moves, Replies, StorageTier
 from tiers.decorators import MeasuredStorage, ThrottledStorage
 from tiers.dram import DramTier
+from tiers.nvme.capacity import require_room
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import SlabFile
@@ -57,6 +58,7 @@ class Mover:
     def __init__(self, sock: socket.socket, config: wire.Config, lock_fd: int | None = None) -> None:
         """`lock_fd`: the directory's lock, ours; it is let go of when no I/O is under way any more."""
         directory = self._directory = Path(config.directory)
+        self._slabs_bytes = config.slabs_bytes
         self._sock = sock
         self._lock_fd = lock_fd
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -159,6 +161,8 @@ class Mover:
                     self._notice(f"DRAM extent {message.extent} cannot be mapped by the mover: {error}")
                     # Moves that name it would fail, and their blocks be given up: the next mover loses none.
                     self._ended = True
+            case wire.Limit():
+                self._slabs_bytes = message.slabs_bytes
             case wire.Drop() if message.tier is Tier.NVME:
                 self._slabs.put(message)
             case wire.Drop():
@@ -204,6 +208,8 @@ class Mover:
         exists = (self._directory / file.name).exists()
         fault("mover.slab")
         try:
+            if self._slabs_bytes and not exists:
+                require_room(self._directory, self._slabs_bytes, slab.nbytes)
             self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
         except KvstoreError as error:
             self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))

@@ -127,6 +127,10 @@ class MoverLink:
         """Unmaps a DRAM extent or deletes a slab, when no move that names it is out. Raises ResourceExhausted."""
         self._send(wire.Drop(tier=tier, extent=extent))
 
+    def send_limit(self, slabs_bytes: int) -> None:
+        """Says how much slabs may take from now on. Raises ResourceExhausted."""
+        self._send(wire.Limit(slabs_bytes=slabs_bytes))
+
     def send_sync(self, sync_id: int) -> None:
         """Asks for fdatasync of every write answered so far; answered by Synced. Raises ResourceExhausted."""
         self._began()

@@ -1,7 +1,7 @@
 """The messages between the daemon and a mover: packing and parsing, both sides.
 
     daemon → mover   Config {…}   Extent {extent, nbytes} + fd   Slab {extent, number, nbytes, slot_bytes}
-                     Drop {tier, extent}   Moves {MOVE[n]}   Sync {id}
+                     Drop {tier, extent}   Limit {slabs_bytes}   Moves {MOVE[n]}   Sync {id}
     mover → daemon   Ready {threads}   SlabOpened {extent, direct}   SlabFailed {extent, text}
                      Replies {REPLY[n]}   Synced {id, text}   Notice {text}   Counts {…}
 
@@ -34,6 +34,7 @@ __all__ = [
     "Counts",
     "Drop",
     "Extent",
+    "Limit",
     "Message",
     "Moves",
     "Notice",
@@ -75,6 +76,7 @@ class Kind(IntEnum):
     DROP = 4
     MOVES = 5
     SYNC = 6
+    LIMIT = 7
     READY = 16
     SLAB_OPENED = 17
     SLAB_FAILED = 18
@@ -100,6 +102,8 @@ class Config:
     """Most of each in a second; 0: no bound."""
     nice: int = 5
     """Added to the niceness of the daemon."""
+    slabs_bytes: int = 0
+    """Most that slabs may take on the disk, as `tiers.nvme.capacity` counts; 0: no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,13 @@ class Drop:
 
     tier: Tier
     extent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """From now on slabs may take so much on the disk; as in Config."""
+
+    slabs_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +219,7 @@ Message = (
     | Extent
     | Slab
     | Drop
+    | Limit
     | Moves
     | Sync
     | Ready
@@ -237,6 +249,8 @@ def pack(message: Message) -> bytes:
             return _KIND.pack(Kind.MOVES) + _batch(message.moves)
         case Sync():
             return _KIND.pack(Kind.SYNC) + _ID.pack(message.id)
+        case Limit():
+            return _KIND.pack(Kind.LIMIT) + _ID.pack(message.slabs_bytes)
         case Replies():
             return _KIND.pack(Kind.REPLIES) + _batch(message.replies)
         case _:
@@ -289,6 +303,8 @@ def _parse_request(kind: int, body: bytes) -> Message:
             return Moves(records_of(body, MOVE))
         case Kind.SYNC:
             return Sync(id=_ID.unpack(body)[0])
+        case Kind.LIMIT:
+            return Limit(slabs_bytes=_ID.unpack(body)[0])
         case _:
             raise InvalidArgument(f"unknown mover packet kind {kind}")
 

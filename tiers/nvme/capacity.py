@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import ConfigError, ResourceExhausted
+from kvstore.errors import ConfigError, KvstoreError, ResourceExhausted
 from kvstore.units import MIB, format_size
 from tiers.base import PAGE_BYTES
 from tiers.nvme.disk import SYSTEM_DISK, Disk
@@ -145,11 +145,14 @@ def _size_of(path: Path) -> int:
 
 
 def require_room(directory: Path, limit_bytes: int, nbytes: int, disk: Disk = SYSTEM_DISK) -> None:
-    """Raises ResourceExhausted where one more slab of `nbytes` could bring all slabs above `limit_bytes`; OSError.
+    """Raises ResourceExhausted where one more slab of `nbytes` could bring all slabs above `limit_bytes`; KvstoreError.
 
     `limit_bytes` is `slab_room`: what is left of the capacity beside the index and the small files at their largest.
     """
-    taken = sum(slab_file_bytes(size) for name, size in disk.files(directory) if name.startswith(_SLAB))
+    try:
+        taken = sum(slab_file_bytes(size) for name, size in disk.files(directory) if name.startswith(_SLAB))
+    except OSError as error:
+        raise KvstoreError(f"nvme: cannot look into {directory}: {error.strerror}") from error
     if taken + slab_file_bytes(nbytes) > limit_bytes:
         raise ResourceExhausted(
             f"nvme: no room for a slab of {format_size(nbytes)} in {directory}: slabs take {format_size(taken)} of "

@@ -18,6 +18,7 @@ MESSAGES = [
         directory="/a b/ü", threads=3, direct=False, write_bytes_per_s=7, read_operations_per_s=9, nice=1
     ),
     wire.Extent(extent=65535, nbytes=1 << 40),
+    wire.Limit(slabs_bytes=1 << 50),
     wire.Slab(extent=1, number=1 << 31, nbytes=1 << 41, slot_bytes=1 << 33),
     wire.Drop(tier=Tier.NVME, extent=9),
     wire.Sync(id=1 << 63),
