@@ -38,6 +38,7 @@ from tiers.base import Moves, Replies, StorageTier
 from tiers.decorators import MeasuredStorage, ThrottledStorage
 from tiers.dram import DramTier
 from tiers.nvme.capacity import require_room
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import SlabFile
@@ -55,11 +56,18 @@ and each packet wakes the daemon, which cost a tenth of a write's time on two co
 class Mover:
     """The socket, the tiers and the I/O threads of one path."""
 
-    def __init__(self, sock: socket.socket, config: wire.Config, lock_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        config: wire.Config,
+        lock_fd: int | None = None,
+        disk: Disk = SYSTEM_DISK,
+    ) -> None:
         """`lock_fd`: the directory's lock, ours; it is let go of when no I/O is under way any more."""
         directory = self._directory = Path(config.directory)
         self._slabs_bytes = config.slabs_bytes
         self._sock = sock
+        self._disk = disk
         self._lock_fd = lock_fd
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sending = threading.Lock()  # guards the next four
@@ -79,7 +87,7 @@ class Mover:
         )
         self._counts_due_s = 0.0
         self._dram = DramTier()
-        self._nvme = NvmeTier(directory, self._dram, direct=config.direct, notify=self._notice)
+        self._nvme = NvmeTier(directory, self._dram, direct=config.direct, disk=disk, notify=self._notice)
         storage: StorageTier = self._nvme
         if limits := _throttle(config):
             storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
@@ -205,11 +213,11 @@ class Mover:
 
     def _open_slab(self, slab: wire.Slab) -> None:
         file = SlabFile(number=slab.number, slot_bytes=slab.slot_bytes, nbytes=slab.nbytes)
-        exists = (self._directory / file.name).exists()
+        exists = self._disk.exists(self._directory / file.name)
         fault("mover.slab")
         try:
             if self._slabs_bytes and not exists:
-                require_room(self._directory, self._slabs_bytes, slab.nbytes)
+                require_room(self._directory, self._slabs_bytes, slab.nbytes, self._disk)
             self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
         except KvstoreError as error:
             self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))
