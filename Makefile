@@ -14,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 GENERATED := kvstore/wire/v1/__init__.py
-# Compiled where there is a C compiler; without one nothing is made and hashing stays in Python.
+# Compiled where there is a C compiler; without one nothing is made and the same is done in Python.
 COMPILED := $(VENV)/.compiled-stamp
 READY := $(STAMP) $(GENERATED) $(COMPILED)
 PROTOS := proto/kvstore/v1/kvstore.proto proto/grpc/health/v1/health.proto
@@ -49,7 +49,7 @@ $(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
 	$(BIN)/python proto/generate.py
 	@touch $@
 
-$(COMPILED): kvstore/native/hash_chain.c kvstore/native/build.py | $(STAMP)
+$(COMPILED): kvstore/native/hash_chain.c kvstore/native/slab_io.c kvstore/native/build.py | $(STAMP)
 	$(BIN)/python kvstore/native/build.py
 	@touch $@
 
@@ -84,5 +84,5 @@ bench: $(READY)  ## Microbenchmarks beside the stored baseline
 	$(BIN)/python -m bench.micro
 
 clean:  ## Remove what was made here, the environment too
-	rm -rf $(VENV) kvstore/wire/v1 kvstore/_hash_chain.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) kvstore/wire/v1 kvstore/_*.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

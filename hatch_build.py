@@ -1,4 +1,4 @@
-"""Build hook: generates kvstore/wire/v1/ and compiles the hash chain before a wheel or an editable install is made."""
+"""Build hook: generates kvstore/wire/v1/ and compiles kvstore/native/ before a wheel or an editable install is made."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         subprocess.run([sys.executable, str(root / "proto" / "generate.py")], check=True)
         if self.target_name != "wheel":
             return
-        problem = runpy.run_path(str(root / "kvstore" / "native" / "build.py"))["build"]()
+        problem = runpy.run_path(str(root / "kvstore" / "native" / "build.py"))["build_all"]()
         if problem is not None:
-            self.app.display_warning(f"hashing stays in Python: {problem}")
+            self.app.display_warning(f"hashing and copies to disk stay in Python: {problem}")
         elif version == "standard":
             # The stable ABI: one wheel for 3.11 and every later version, on this platform alone.
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

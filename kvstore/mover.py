@@ -87,12 +87,14 @@ class Mover:
         )
         self._counts_due_s = 0.0
         self._dram = DramTier()
-        self._nvme = NvmeTier(directory, self._dram, direct=config.direct, disk=disk, notify=self._notice)
+        count = config.threads or probe_threads(directory)
+        self._nvme = NvmeTier(
+            directory, self._dram, direct=config.direct, disk=disk, threads=count, notify=self._notice
+        )
         storage: StorageTier = self._nvme
         if limits := _throttle(config):
             storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
-        count = config.threads or probe_threads(directory)
         # One thread more than may write: with one less of two, writes alone would take turns with their own checksums.
         self._queue = WorkQueue(most=count)
         self._slabs = SlabThread(self._open_or_drop, self._queue_pieces)

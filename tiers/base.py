@@ -223,6 +223,10 @@ class StorageTier(Protocol):
         """`moves` in pieces that are each worth one `transfer` by one thread. Order is free, none is lost."""
         ...
 
+    def calls(self, moves: Moves) -> int:
+        """How many operations of the medium `moves` are."""
+        ...
+
     def transfer(self, moves: Moves) -> Replies:
         """Carries out `moves` and answers each, in any order; blocks. A move's own fault is its status, never an error.
 

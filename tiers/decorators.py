@@ -42,6 +42,10 @@ class _Decorator:
         """See StorageTier."""
         return self._inner.pieces(moves)
 
+    def calls(self, moves: Moves) -> int:
+        """See StorageTier."""
+        return self._inner.calls(moves)
+
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier."""
         return self._inner.transfer(moves)
@@ -88,7 +92,7 @@ class ThrottledStorage(_Decorator):
             if len(of_kind):
                 self._wait(self._bytes[kind], int(of_kind["length"].sum(dtype=np.uint64)))
                 if self._operations[kind].bounded:
-                    self._wait(self._operations[kind], len(self._inner.pieces(of_kind)))
+                    self._wait(self._operations[kind], self._inner.calls(of_kind))
         return self._inner.transfer(moves)
 
     def _wait(self, bucket: _Bucket, wanted: int) -> None:

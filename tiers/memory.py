@@ -66,6 +66,10 @@ class MemoryStorage:
         """See StorageTier."""
         return [moves[at : at + 1] for at in range(len(moves))]
 
+    def calls(self, moves: Moves) -> int:
+        """See StorageTier: one a block."""
+        return len(moves)
+
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier."""
         replies = np.zeros(len(moves), dtype=REPLY)

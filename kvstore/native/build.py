@@ -1,9 +1,9 @@
-"""Compiles kvstore/native/hash_chain.c into kvstore/_hash_chain.abi3.so, where a C compiler and Python's headers are.
+"""Compiles each kvstore/native/NAME.c into kvstore/_NAME.abi3.so, where a C compiler and Python's headers are.
 
     python kvstore/native/build.py
 
 The build hook and `make setup` both run this file. Without a compiler, or where it fails, it says so in one line and
-leaves nothing: kvstore then hashes in Python. What comes out is ignored by git.
+leaves nothing: kvstore then does the same in Python. What comes out is ignored by git.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["build"]
+__all__ = ["build", "build_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "kvstore" / "native" / "hash_chain.c"
-TARGET = ROOT / "kvstore" / "_hash_chain.abi3.so"
+PACKAGE = ROOT / "kvstore"
+MODULES = ("hash_chain", "slab_io")
 
 _FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
 _COMPILE_S = 120.0
 
 
-def build(target: Path = TARGET) -> str | None:
+def build_all() -> str | None:
+    """Compiles all of them; why not, in one line, where one is impossible: then there is none of it."""
+    problems = [build(PACKAGE / f"_{name}.abi3.so", PACKAGE / "native" / f"{name}.c") for name in MODULES]
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def build(target: Path, source: Path) -> str | None:
     """Compiles into `target`, all or nothing. Why not, in one line, where that is impossible; `target` is gone then.
 
     An older build is never left behind: it would be of another source than the one that lies here.
@@ -40,7 +46,7 @@ def build(target: Path = TARGET) -> str | None:
     elif not (include / "Python.h").is_file():
         problem = f"Python's headers are not in {include}"
     else:
-        problem = _compile([*compiler, *_FLAGS, f"-I{include}"], target)
+        problem = _compile([*compiler, *_FLAGS, f"-I{include}", str(source)], target)
     if problem is not None:
         target.unlink(missing_ok=True)
     return problem
@@ -51,7 +57,7 @@ def _compile(command: list[str], target: Path) -> str | None:
         made = Path(scratch) / target.name
         try:
             done = subprocess.run(
-                [*command, str(SOURCE), "-o", str(made)],
+                [*command, "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=_COMPILE_S,
@@ -67,11 +73,11 @@ def _compile(command: list[str], target: Path) -> str | None:
 
 
 def main() -> None:
-    problem = build()
+    problem = build_all()
     if problem is None:
-        print(f"built {TARGET.relative_to(ROOT)} from {SOURCE.relative_to(ROOT)}")
+        print(f"built {', '.join(MODULES)} from {(PACKAGE / 'native').relative_to(ROOT)}")
     else:
-        print(f"hashing stays in Python: {problem}", file=sys.stderr)
+        print(f"hashing and copies to disk stay in Python: {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -120,13 +120,14 @@ def test_no_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
     """An old build would be of another source than the one that lies there."""
     build = runpy.run_path(str(ROOT / "kvstore" / "native" / "build.py"))["build"]
     target = tmp_path / "_hash_chain.abi3.so"
+    source = ROOT / "kvstore" / "native" / "hash_chain.c"
     target.write_bytes(b"old")
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert build(target) == "there is no C compiler no-such-compiler"
+    assert build(target, source) == "there is no C compiler no-such-compiler"
     assert list(tmp_path.iterdir()) == []
     target.write_bytes(b"old")
     monkeypatch.setenv("CC", "false")
-    problem = build(target)
+    problem = build(target, source)
     assert problem is not None
     assert problem.startswith("false failed")
     assert "\n" not in problem

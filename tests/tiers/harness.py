@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,3 +66,14 @@ class Harness:
     def moves_back(self, slots: list[int]) -> NDArray[np.void]:
         """Reads of those into the DRAM slots 32 further on."""
         return self.read([slot + 32 for slot in slots], slots)
+
+
+@contextmanager
+def opened() -> Iterator[Harness]:
+    """A harness with memory of its own."""
+    memory = DramTier()
+    memory.create(DRAM, 64 * SLOT_BYTES)
+    made = Harness(memory, np.random.default_rng(20261129))
+    yield made
+    del made.bytes
+    memory.close()

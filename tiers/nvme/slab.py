@@ -80,6 +80,15 @@ class Slab:
         self.dirty = False
         """Written since the last `sync`."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """The file, for who makes the calls itself.
+
+        None where reads and writes are `read` and `write` alone: on another disk than the system's, or with the page
+        cache to be kept clean.
+        """
+        return self._fd if self.direct and self._disk is SYSTEM_DISK else None
+
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv: bytes read, which may be fewer than asked for. Raises OSError."""
         count = self._disk.preadv(self._fd, buffers, offset)

@@ -16,10 +16,14 @@ from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, STRIDE, Harness
 from tiers.nvme import slab as slab_module
+from tiers.nvme.carry import carry, carry_in_python
 from tiers.nvme.disk import SystemDisk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import Slab, SlabFile, list_slabs, open_slab
 from tiers.nvme.trailer import Trailer, read_trailer, write_trailer
+
+Call = Callable[[Slab, Sequence[memoryview], int], int]
+Faulty = Callable[[Call, Slab, Sequence[memoryview], int], int]
 
 SLOT = 6  # the slot that is damaged; 5 and 7 are its neighbours
 
@@ -29,9 +33,17 @@ def notices() -> list[str]:
     return []
 
 
+@pytest.fixture(params=[carry, carry_in_python], ids=["best", "python"])
+def tier(harness: Harness, tmp_path: Path, notices: list[str], request: pytest.FixtureRequest) -> NvmeTier:
+    made = NvmeTier(tmp_path, harness.memory, notify=notices.append, carry=request.param)
+    made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    return made
+
+
 @pytest.fixture
-def tier(harness: Harness, tmp_path: Path, notices: list[str]) -> NvmeTier:
-    made = NvmeTier(tmp_path, harness.memory, notify=notices.append)
+def python_tier(harness: Harness, tmp_path: Path, notices: list[str]) -> NvmeTier:
+    """Whose calls can be replaced."""
+    made = NvmeTier(tmp_path, harness.memory, notify=notices.append, carry=carry_in_python)
     made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
     return made
 
@@ -139,47 +151,69 @@ def test_a_truncated_slab_is_whole_again_after_reopening_and_its_blocks_are_not(
     assert the_slab(tmp_path).stat().st_size == SLABS
 
 
-def failing(
-    call: str, bad_slot: int, error: OSError | None
-) -> Callable[[Slab, Sequence[memoryview], int], int]:
-    """A read or write that ends at the bad slot as a medium does: short first, then with `error`, or always short."""
-    real = getattr(Slab, call)
+def ends_before(bad_slot: int, error: OSError | None) -> Faulty:
+    """What goes through ends before the bad slot; a call that begins at it fails with `error`, or comes short."""
 
-    def run(slab: Slab, buffers: Sequence[memoryview], offset: int) -> int:
+    def run(real: Call, slab: Slab, buffers: Sequence[memoryview], offset: int) -> int:
         good = max(0, bad_slot - offset // STRIDE) if offset // STRIDE <= bad_slot else len(buffers)
         if good == 0:
             if error is not None:
                 raise error
             return 100
-        return int(real(slab, buffers[: 2 * good], offset))
+        return real(slab, buffers[: 2 * good], offset)
 
     return run
 
 
+def fails_as_a_whole(bad_slot: int, error: OSError) -> Faulty:
+    """Every call with the bad slot in it fails, as direct I/O does."""
+
+    def run(real: Call, slab: Slab, buffers: Sequence[memoryview], offset: int) -> int:
+        first = offset // STRIDE
+        if first <= bad_slot < first + len(buffers) // 2:
+            raise error
+        return real(slab, buffers, offset)
+
+    return run
+
+
+EIO = OSError(errno.EIO, "Input/output error")
+
+
 @pytest.mark.parametrize("call", ["read", "write"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), None], ids=["EIO", "short"])
+@pytest.mark.parametrize(
+    "faulty, said",
+    [
+        (ends_before(4, EIO), "Input/output error"),
+        (fails_as_a_whole(4, EIO), "Input/output error"),
+        (ends_before(4, None), "came short"),
+    ],
+    ids=["EIO", "whole", "short"],
+)
 def test_a_bad_sector_costs_its_own_block_only(
-    tier: NvmeTier,
+    python_tier: NvmeTier,
     harness: Harness,
     notices: list[str],
     monkeypatch: pytest.MonkeyPatch,
     call: str,
-    error: OSError | None,
+    faulty: Faulty,
+    said: str,
 ) -> None:
-    """One bad sector failed a whole batch, or every block of the disk."""
+    """One bad sector failed a whole batch, or every block before it in a call that failed as a whole."""
     if call == "read":
-        tier.transfer(harness.moves_for(list(range(10))))
-    monkeypatch.setattr(Slab, call, failing(call, 4, error))
+        python_tier.transfer(harness.moves_for(list(range(10))))
+    real = getattr(Slab, call)
+    monkeypatch.setattr(Slab, call, lambda slab, buffers, offset: faulty(real, slab, buffers, offset))
     moves = harness.moves_back if call == "read" else harness.moves_for
     for _ in range(3):
-        replies = tier.transfer(moves(list(range(10))))
+        replies = python_tier.transfer(moves(list(range(10))))
         assert replies["status"].tolist() == [0, 0, 0, 0, MoveStatus.IO_ERROR, 0, 0, 0, 0, 0]
     assert len(notices) == 1  # three times the same, said once
-    assert "Input/output error" in notices[0] if error else "came short" in notices[0]
+    assert said in notices[0]
 
 
 def test_adjacent_slots_are_one_call(
-    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    python_tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     real = Slab.write
@@ -189,7 +223,7 @@ def test_adjacent_slots_are_one_call(
         return real(slab, buffers, offset)
 
     monkeypatch.setattr(Slab, "write", counted)
-    tier.transfer(harness.write([9, 3, 4, 5, 20, 21], [12, 10, 11, 40, 41, 60]))
+    python_tier.transfer(harness.write([9, 3, 4, 5, 20, 21], [12, 10, 11, 40, 41, 60]))
     assert sorted(calls) == [2, 4, 6]
 
 
@@ -268,14 +302,14 @@ def test_a_failed_sync_is_tried_again(
 
 
 def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
-    tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    python_tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that ran while another thread synced was taken as durable and was not."""
     real_write, real_sync = os.pwritev, os.fdatasync
     synced: list[int] = []
 
     def write_after_a_sync(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        tier.sync()
+        python_tier.sync()
         return real_write(fd, buffers, offset)
 
     def counted(fd: int) -> None:
@@ -284,11 +318,11 @@ def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
 
     monkeypatch.setattr(SystemDisk, "pwritev", staticmethod(write_after_a_sync))
     monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(counted))
-    tier.transfer(harness.moves_for([0]))
+    python_tier.transfer(harness.moves_for([0]))
     before = len(synced)
-    tier.sync()
+    python_tier.sync()
     assert len(synced) == before + 1
-    tier.sync()
+    python_tier.sync()
     assert len(synced) == before + 1
 
 

@@ -1,0 +1,454 @@
+/* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without the interpreter.
+ *
+ *     transfer(fd, kind, moves, addresses, scratch, written_ms, replies, faults)
+ *     checksum(data) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian
+ *
+ * `moves` (MOVE[n]) are of one kind, slab and length, by their place in the slab; `addresses` (u64[n]) is where each
+ * payload lies in this process. Neighbours on the disk are one call, with the trailers between them in `scratch`. Fills
+ * `replies` (REPLY[n]) and `faults` (i32[n]: 0, an errno, or -1 where a call came short). The caller has checked that
+ * every slot is within the slab and every payload within mapped memory.
+ *
+ * XXH3 as its specification defines it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): the form for long inputs with
+ * 128 bits, and that of 97 to 128 bytes with 64, which is what a trailer signs itself with. Tests hold both equal to the
+ * xxhash package, and every trailer equal to that of tiers/nvme/trailer.py.
+ *
+ * Only the stable ABI of Python 3.11 (PEP 384). The interpreter lock is released throughout; nothing is kept between calls.
+ */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "packed records are little-endian"
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define X86 1
+#endif
+
+enum { PAGE = 4096, MOST_SLOTS = 512, READ = 1, WRITE = 2, OK = 0, CORRUPT = 1, IO_ERROR = 2, SHORT = -1 };
+
+/* kvstore/wire/packed.py: MOVE and REPLY. */
+typedef struct {
+    uint64_t id;
+    uint8_t kind, pad;
+    uint16_t dram_extent;
+    uint32_t dram_slot;
+    uint64_t dram_offset, nvme_offset;
+    uint32_t nvme_slot;
+    uint16_t nvme_extent, pad2;
+    uint32_t length, generation, name_space, depth;
+    uint8_t hash[16], parent[16], ns_digest[16];
+} Move;
+
+typedef struct {
+    uint64_t id;
+    uint32_t status, pad;
+    uint8_t checksum[16];
+} Reply;
+
+/* tiers/nvme/trailer.py. */
+typedef struct {
+    uint64_t magic;
+    uint32_t version, generation;
+    uint64_t offset;
+    uint32_t length, depth;
+    uint64_t written_ms;
+    uint8_t hash[16], parent[16], ns_digest[16], checksum[16];
+    uint64_t self;
+} Trailer;
+
+_Static_assert(sizeof(Move) == 104 && sizeof(Reply) == 32 && sizeof(Trailer) == 112, "the records have no gaps");
+enum { SIGNED = sizeof(Trailer) - sizeof(uint64_t) };
+static const char MAGIC[8] = {'K', 'V', 'S', 'T', 'R', 'A', 'I', 'L'};
+enum { VERSION = 1 };
+
+/* ------------------------------------------------------------ XXH3 */
+
+enum { STRIPE = 64, SECRET = 192, LANES = 8, STRIPES = (SECRET - STRIPE) / 8, LONG_BLOCK = STRIPES * STRIPE };
+
+#define PRIME32_1 0x9E3779B1u
+#define PRIME32_2 0x85EBCA77u
+#define PRIME32_3 0xC2B2AE3Du
+#define PRIME64_1 0x9E3779B185EBCA87u
+#define PRIME64_2 0xC2B2AE3D27D4EB4Fu
+#define PRIME64_3 0x165667B19E3779F9u
+#define PRIME64_4 0x85EBCA77C2B2AE63u
+#define PRIME64_5 0x27D4EB2F165667C5u
+#define PRIME_MIX 0x165667919E3779F9u
+
+static const uint8_t secret[SECRET] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static inline uint64_t load64(const uint8_t *p)
+{
+    uint64_t value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+static inline uint64_t fold(uint64_t a, uint64_t b)
+{
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static inline uint64_t avalanche(uint64_t h)
+{
+    h ^= h >> 37;
+    h *= PRIME_MIX;
+    return h ^ h >> 32;
+}
+
+/* A state takes `count` stripes of 64 bytes with the secret sliding by 8 bytes a stripe. */
+typedef void (*Take)(uint64_t *lanes, const uint8_t *data, size_t count);
+static void take_plain(uint64_t *lanes, const uint8_t *data, size_t count)
+{
+    for (size_t n = 0; n < count; n++, data += STRIPE) {
+        for (int i = 0; i < LANES; i++) {
+            uint64_t value = load64(data + 8 * i), key = value ^ load64(secret + 8 * n + 8 * i);
+            lanes[i ^ 1] += value;
+            lanes[i] += (uint64_t)(uint32_t)key * (key >> 32);
+        }
+    }
+}
+
+static void scramble(uint64_t *lanes)
+{
+    for (int i = 0; i < LANES; i++)
+        lanes[i] = (lanes[i] ^ lanes[i] >> 47 ^ load64(secret + SECRET - STRIPE + 8 * i)) * PRIME32_1;
+}
+
+#ifdef X86
+__attribute__((target("avx2"))) static void take_avx2(uint64_t *lanes, const uint8_t *data, size_t count)
+{
+    __m256i sums[2] = {_mm256_loadu_si256((const __m256i *)lanes), _mm256_loadu_si256((const __m256i *)lanes + 1)};
+    for (size_t n = 0; n < count; n++, data += STRIPE) {
+        for (int i = 0; i < 2; i++) {
+            __m256i value = _mm256_loadu_si256((const __m256i *)data + i);
+            __m256i key = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)(secret + 8 * n) + i));
+            __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+            sums[i] = _mm256_add_epi64(sums[i], _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2)));
+            sums[i] = _mm256_add_epi64(sums[i], product);
+        }
+    }
+    _mm256_storeu_si256((__m256i *)lanes, sums[0]);
+    _mm256_storeu_si256((__m256i *)lanes + 1, sums[1]);
+}
+
+__attribute__((target("avx512f"))) static void take_avx512(uint64_t *lanes, const uint8_t *data, size_t count)
+{
+    __m512i sums = _mm512_loadu_si512(lanes);
+    for (size_t n = 0; n < count; n++, data += STRIPE) {
+        __m512i value = _mm512_loadu_si512(data);
+        __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * n));
+        __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+        sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2)));
+        sums = _mm512_add_epi64(sums, product);
+    }
+    _mm512_storeu_si512(lanes, sums);
+}
+#endif
+
+static Take best_take(void)
+{
+#ifdef X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        return take_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        return take_avx2;
+#endif
+    return take_plain;
+}
+
+static uint64_t merge(const uint64_t *lanes, const uint8_t *key, uint64_t start)
+{
+    for (int i = 0; i < 4; i++)
+        start += fold(lanes[2 * i] ^ load64(key + 16 * i), lanes[2 * i + 1] ^ load64(key + 16 * i + 8));
+    return avalanche(start);
+}
+
+/* XXH3 with 128 bits, no seed, for more than 240 bytes. */
+static void hash_long(Take take, const uint8_t *data, size_t nbytes, uint8_t *out)
+{
+    uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    size_t blocks = (nbytes - 1) / LONG_BLOCK;
+    for (size_t n = 0; n < blocks; n++) {
+        /* Payloads come from memory, not from a cache. The processor runs ahead by itself, but not into the next page. */
+        if (n % (PAGE / LONG_BLOCK) == 0)
+            __builtin_prefetch(data + n * LONG_BLOCK + PAGE);
+        take(lanes, data + n * LONG_BLOCK, STRIPES);
+        scramble(lanes);
+    }
+    take(lanes, data + blocks * LONG_BLOCK, (nbytes - 1 - blocks * LONG_BLOCK) / STRIPE);
+    const uint8_t *last = data + nbytes - STRIPE, *key = secret + SECRET - STRIPE - 7;
+    for (int i = 0; i < LANES; i++) {
+        uint64_t value = load64(last + 8 * i), mixed = value ^ load64(key + 8 * i);
+        lanes[i ^ 1] += value;
+        lanes[i] += (uint64_t)(uint32_t)mixed * (mixed >> 32);
+    }
+    uint64_t low = merge(lanes, secret + 11, (uint64_t)nbytes * PRIME64_1);
+    uint64_t high = merge(lanes, secret + SECRET - STRIPE - 11, ~((uint64_t)nbytes * PRIME64_2));
+    memcpy(out, &low, 8);
+    memcpy(out + 8, &high, 8);
+}
+
+static inline uint64_t mix(const uint8_t *data, const uint8_t *key)
+{
+    return fold(load64(data) ^ load64(key), load64(data + 8) ^ load64(key + 8));
+}
+
+/* XXH3 with 64 bits, no seed, of a trailer's SIGNED bytes. */
+_Static_assert(SIGNED > 96 && SIGNED <= 128, "the form of XXH3 for 97 to 128 bytes");
+static uint64_t hash_trailer(const uint8_t *data)
+{
+    uint64_t sum = SIGNED * PRIME64_1;
+    for (int i = 0; i < 4; i++) {
+        sum += mix(data + 16 * i, secret + 32 * i);
+        sum += mix(data + SIGNED - 16 * (i + 1), secret + 32 * i + 16);
+    }
+    return avalanche(sum);
+}
+
+/* ------------------------------------------------------------ moves */
+
+typedef struct {
+    int fd, kind;
+    const Move *moves;
+    const uint64_t *addresses;
+    uint8_t *scratch;
+    size_t scratch_slots;
+    uint64_t written_ms;
+    Reply *replies;
+    int32_t *faults;
+    Take take;
+} Job;
+
+static void write_trailer(const Job *job, size_t at, uint8_t *page)
+{
+    const Move *move = job->moves + at;
+    Trailer trailer = {
+        .version = VERSION,
+        .generation = move->generation,
+        .offset = move->nvme_offset,
+        .length = move->length,
+        .depth = move->depth,
+        .written_ms = job->written_ms,
+    };
+    memcpy(&trailer.magic, MAGIC, sizeof MAGIC);
+    memcpy(trailer.hash, move->hash, 16);
+    memcpy(trailer.parent, move->parent, 16);
+    memcpy(trailer.ns_digest, move->ns_digest, 16);
+    memcpy(trailer.checksum, job->replies[at].checksum, 16);
+    trailer.self = hash_trailer((const uint8_t *)&trailer);
+    memcpy(page, &trailer, sizeof trailer);
+}
+
+/* Depth, parent and time are the writer's word: a read does not know them. */
+static int is_of(const Job *job, size_t at, const uint8_t *page)
+{
+    const Move *move = job->moves + at;
+    Trailer found;
+    memcpy(&found, page, sizeof found);
+    return !memcmp(&found.magic, MAGIC, sizeof MAGIC) && found.version == VERSION &&
+           found.self == hash_trailer((const uint8_t *)&found) && found.generation == move->generation &&
+           found.offset == move->nvme_offset && found.length == move->length && !memcmp(found.hash, move->hash, 16) &&
+           !memcmp(found.ns_digest, move->ns_digest, 16) &&
+           !memcmp(found.checksum, job->replies[at].checksum, 16);
+}
+
+static void sum_up(const Job *job, size_t at)
+{
+    const uint8_t *payload = (const uint8_t *)(uintptr_t)job->addresses[at];
+    hash_long(job->take, payload, job->moves[at].length, job->replies[at].checksum);
+}
+
+/* Moves slots `begin` to `end`, neighbours on the disk. After a call that got nowhere each slot is tried by itself: a
+ * kernel may fail a whole call for one bad sector in it, and the bad one costs its own block only. */
+static void call_for(const Job *job, size_t begin, size_t end, const struct iovec *buffers)
+{
+    size_t stride = job->moves[begin].length + PAGE, most = end - begin;
+    for (size_t at = begin; at < end;) {
+        size_t count = end - at < most ? end - at : most;
+        const struct iovec *from = buffers + 2 * (at - begin);
+        off_t offset = (off_t)job->moves[at].nvme_offset;
+        ssize_t moved;
+        do
+            moved = job->kind == WRITE ? pwritev(job->fd, from, (int)(2 * count), offset)
+                                       : preadv(job->fd, from, (int)(2 * count), offset);
+        while (moved < 0 && errno == EINTR);
+        int fault = moved < 0 ? errno : SHORT;
+        size_t whole = moved < 0 ? 0 : (size_t)moved / stride;
+        for (size_t i = 0; i < whole; i++)
+            job->replies[at + i].status = OK;
+        at += whole;
+        if (whole)
+            continue;
+        if (count > 1) {
+            most = 1;
+            continue;
+        }
+        job->faults[at] = fault;
+        job->replies[at].status = IO_ERROR;
+        at++;
+    }
+}
+
+static void carry_run(const Job *job, size_t begin, size_t end)
+{
+    struct iovec buffers[2 * MOST_SLOTS];
+    for (size_t at = begin; at < end; at++) {
+        uint8_t *page = job->scratch + (at - begin) * PAGE;
+        struct iovec *pair = buffers + 2 * (at - begin);
+        pair[0] = (struct iovec){(void *)(uintptr_t)job->addresses[at], job->moves[at].length};
+        pair[1] = (struct iovec){page, PAGE};
+        if (job->kind == WRITE) {
+            sum_up(job, at);
+            write_trailer(job, at, page);
+        }
+    }
+    call_for(job, begin, end, buffers);
+    if (job->kind == WRITE)
+        return;
+    for (size_t at = begin; at < end; at++) {
+        if (job->replies[at].status != OK)
+            continue;
+        sum_up(job, at);
+        if (!is_of(job, at, job->scratch + (at - begin) * PAGE))
+            job->replies[at].status = CORRUPT;
+    }
+}
+
+static void carry_all(const Job *job, size_t count)
+{
+    for (size_t begin = 0, end; begin < count; begin = end) {
+        end = begin + 1;
+        while (end < count && end - begin < job->scratch_slots &&
+               job->moves[end].nvme_offset == job->moves[end - 1].nvme_offset + job->moves[end - 1].length + PAGE)
+            end++;
+        carry_run(job, begin, end);
+    }
+}
+
+/* ------------------------------------------------------------ for Python */
+
+static int one_kind(const Job *job, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (job->moves[i].kind != job->kind || job->moves[i].length != job->moves[0].length)
+            return 0;
+    return 1;
+}
+
+static PyObject *carried(Job *job, const Py_buffer *moves, const Py_buffer *addresses, const Py_buffer *scratch,
+                         const Py_buffer *replies, const Py_buffer *faults)
+{
+    Py_ssize_t count = moves->len / (Py_ssize_t)sizeof(Move);
+    job->moves = moves->buf;
+    job->addresses = addresses->buf;
+    job->scratch = scratch->buf;
+    job->scratch_slots = (size_t)scratch->len / PAGE < MOST_SLOTS ? (size_t)scratch->len / PAGE : MOST_SLOTS;
+    job->replies = replies->buf;
+    job->faults = faults->buf;
+    if (moves->len % (Py_ssize_t)sizeof(Move) || addresses->len != count * 8 || scratch->len < PAGE ||
+        replies->len != count * (Py_ssize_t)sizeof(Reply) || faults->len != count * 4) {
+        PyErr_SetString(PyExc_ValueError, "moves, addresses, replies and faults are as many, scratch is a page or more");
+        return NULL;
+    }
+    if ((job->kind != READ && job->kind != WRITE) || !one_kind(job, (size_t)count) ||
+        (count && job->moves[0].length <= 240)) {
+        PyErr_SetString(PyExc_ValueError, "moves are of one kind and one length of more than 240 bytes");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        job->replies[i] = (Reply){.id = job->moves[i].id};
+        job->faults[i] = 0;
+    }
+    job->take = best_take();
+    carry_all(job, (size_t)count);
+    Py_END_ALLOW_THREADS
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
+static PyObject *transfer(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Job job = {0};
+    Py_buffer moves, addresses, scratch, replies, faults;
+    unsigned long long written_ms;
+    if (!PyArg_ParseTuple(arguments, "iiy*y*w*Kw*w*:transfer", &job.fd, &job.kind, &moves, &addresses, &scratch,
+                          &written_ms, &replies, &faults))
+        return NULL;
+    job.written_ms = written_ms;
+    PyObject *result = carried(&job, &moves, &addresses, &scratch, &replies, &faults);
+    PyBuffer_Release(&moves);
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&scratch);
+    PyBuffer_Release(&replies);
+    PyBuffer_Release(&faults);
+    return result;
+}
+
+static PyObject *checksum(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Py_buffer data;
+    uint8_t out[16];
+    if (!PyArg_ParseTuple(arguments, "y*:checksum", &data))
+        return NULL;
+    int enough = data.len > 240;
+    if (enough) {
+        Py_BEGIN_ALLOW_THREADS
+        hash_long(best_take(), data.buf, (size_t)data.len, out);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_SetString(PyExc_ValueError, "a payload has more than 240 bytes");
+    PyBuffer_Release(&data);
+    return enough ? PyBytes_FromStringAndSize((const char *)out, sizeof out) : NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"transfer", transfer, METH_VARARGS,
+     "transfer(fd, kind, moves, addresses, scratch, written_ms, replies, faults)\n--\n\n"
+     "Carries out moves of one kind, slab and length; fills `replies` and `faults`."},
+    {"checksum", checksum, METH_VARARGS, "checksum(data)\n--\n\nxxh3-128 of more than 240 bytes."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kvstore._slab_io",
+    .m_doc = "Moves between DRAM and a slab, compiled from kvstore/native/slab_io.c.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__slab_io(void)
+{
+    return PyModuleDef_Init(&definition);
+}

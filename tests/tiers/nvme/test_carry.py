@@ -1,0 +1,191 @@
+"""The compiled mover of bytes and its twin in Python: the same bytes on the disk, the same answers."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvstore.errors import NotFound
+from kvstore.moves import MoveStatus
+from tests.tiers.harness import SLABS, SLOT_BYTES, STRIDE, Harness, opened
+from tiers.nvme.carry import IS_COMPILED, MAX_RUN_SLOTS, SHORT, Carried, Carry, carry, carry_in_python
+from tiers.nvme.slab import Slab, open_slab
+from tiers.nvme.trailer import TRAILER_BYTES
+
+pytestmark = pytest.mark.skipif(
+    not IS_COMPILED, reason="there is no C compiler here: only the twin is in use"
+)
+
+BOTH = pytest.mark.parametrize(
+    "writer, reader", [(carry, carry_in_python), (carry_in_python, carry)], ids=["compiled", "python"]
+)
+NOW_MS = 1_700_000_000_000
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Slab:
+    made = open_slab(tmp_path, 1, SLABS, SLOT_BYTES)
+    if made.descriptor is None:
+        pytest.skip("this file system has no O_DIRECT, so the twin is in use")
+    return made
+
+
+@pytest.fixture
+def pages() -> memoryview:
+    return memoryview(mmap.mmap(-1, MAX_RUN_SLOTS * TRAILER_BYTES))
+
+
+def run(how: Carry, slab: Slab, harness: Harness, moves: NDArray[np.void], pages: memoryview) -> Carried:
+    return how(slab, moves, harness.memory, pages, NOW_MS)
+
+
+@given(st.integers(241, 9000), st.integers(0, 255), st.integers(0, 63))
+def test_the_checksum_is_that_of_the_package(nbytes: int, seed: int, shift: int) -> None:
+    from kvstore._slab_io import checksum
+
+    data = np.random.default_rng(seed).integers(0, 256, nbytes + shift, dtype=np.uint8)[shift:]
+    assert checksum(data.data) == xxhash.xxh3_128_intdigest(data.data).to_bytes(16, "little")
+
+
+@BOTH
+def test_what_one_writes_the_other_reads(
+    slab: Slab, harness: Harness, pages: memoryview, writer: Carry, reader: Carry
+) -> None:
+    slots = [0, 1, 2, 5, 9, 10]
+    expected = [harness.fill(slot) for slot in slots]
+    written = run(writer, slab, harness, harness.moves_for(slots), pages)
+    assert slab.dirty
+    read = run(reader, slab, harness, harness.moves_back(slots), pages)
+    for carried in (written, read):
+        assert not carried.replies["status"].any()
+        assert not carried.faults.any()
+    assert np.array_equal(written.replies["checksum"], read.replies["checksum"])
+    for slot, payload in zip(slots, expected, strict=True):
+        assert np.array_equal(harness.bytes[slot + 32], payload)
+
+
+def test_both_write_the_same_bytes(tmp_path: Path, slab: Slab, harness: Harness, pages: memoryview) -> None:
+    slots = [3, 4, 8]
+    for slot in slots:
+        harness.fill(slot)
+    moves = harness.moves_for(slots)
+    files = []
+    for how in (carry, carry_in_python):
+        pages[:] = bytes(len(pages))
+        replies = run(how, slab, harness, moves, pages).replies
+        slab.sync()
+        files.append(((tmp_path / slab.file.name).read_bytes(), replies.tobytes()))
+    assert files[0] == files[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_both_judge_damage_alike(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Any bytes anywhere in three slots, other identities asked for: the same verdict of both, and never a wrong OK."""
+    folder = tmp_path_factory.mktemp("slab")
+    slab = open_slab(folder, 1, SLABS, SLOT_BYTES)
+    pages = memoryview(mmap.mmap(-1, MAX_RUN_SLOTS * TRAILER_BYTES))
+    with opened() as harness:
+        expected = [harness.fill(slot) for slot in range(3)]
+        run(carry, slab, harness, harness.moves_for([0, 1, 2]), pages)
+        slab.sync()
+        at = data.draw(st.integers(0, 3 * STRIDE - 1) | st.integers(SLOT_BYTES, SLOT_BYTES + 120), label="at")
+        damage = data.draw(st.binary(min_size=1, max_size=40), label="damage")
+        with (folder / slab.file.name).open("r+b") as file:
+            file.seek(at)
+            file.write(damage)
+            os.fsync(file.fileno())
+        moves = harness.moves_back([0, 1, 2])
+        field = data.draw(st.sampled_from(["", "hash", "ns_digest", "generation"]), label="asked otherwise")
+        if field:
+            moves[field][1] = 77
+        verdicts = []
+        for how in (carry, carry_in_python):
+            harness.bytes[32:35] = 0
+            replies = run(how, slab, harness, moves, pages).replies
+            verdicts.append(replies.tobytes())
+            for slot, status in enumerate(replies["status"].tolist()):
+                if status == MoveStatus.OK:
+                    assert np.array_equal(harness.bytes[32 + slot], expected[slot])
+            if field:
+                assert replies["status"][1] == MoveStatus.CORRUPT
+        assert verdicts[0] == verdicts[1]
+    slab.close()
+
+
+@pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
+def test_a_file_that_ends_early_costs_what_is_behind_its_end(
+    tmp_path: Path, slab: Slab, harness: Harness, pages: memoryview, how: Carry
+) -> None:
+    run(how, slab, harness, harness.moves_for([0, 1, 2, 3]), pages)
+    os.truncate(tmp_path / slab.file.name, 2 * STRIDE + 4096)
+    carried = run(how, slab, harness, harness.moves_back([0, 1, 2, 3]), pages)
+    assert carried.replies["status"].tolist() == [0, 0, MoveStatus.IO_ERROR, MoveStatus.IO_ERROR]
+    assert carried.faults.tolist() == [0, 0, SHORT, SHORT]
+    assert not carried.replies["checksum"][2:].any()
+
+
+@pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
+def test_a_call_that_fails_says_why_of_each_slot(
+    slab: Slab, harness: Harness, pages: memoryview, how: Carry
+) -> None:
+    """EFAULT for one payload of four: a real call that fails, or ends early, for a slot in its middle."""
+    moves = harness.moves_for([0, 1, 2, 3])
+    run(how, slab, harness, moves, pages)
+    back = harness.moves_back([0, 1, 2, 3])
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address = int(harness.memory.addresses(back["dram_extent"][2:3], back["dram_offset"][2:3])[0])
+    assert libc.mprotect(address, SLOT_BYTES, mmap.PROT_READ) == 0
+    try:
+        carried = run(how, slab, harness, back, pages)
+    finally:
+        libc.mprotect(address, SLOT_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+    assert carried.replies["status"].tolist() == [0, 0, MoveStatus.IO_ERROR, 0]
+    assert carried.faults[2] in (errno.EFAULT, SHORT)
+
+
+def test_memory_that_is_not_mapped_is_no_move(slab: Slab, harness: Harness, pages: memoryview) -> None:
+    moves = harness.moves_for([0])
+    moves["dram_extent"] = 9
+    for how in (carry, carry_in_python):
+        with pytest.raises(NotFound):
+            run(how, slab, harness, moves, pages)
+
+
+def test_records_that_do_not_fit_each_other_are_refused(
+    slab: Slab, harness: Harness, pages: memoryview
+) -> None:
+    from kvstore._slab_io import transfer
+
+    moves = harness.moves_for([0, 1])
+    addresses = harness.memory.addresses(moves["dram_extent"], moves["dram_offset"])
+    replies, faults = np.zeros(64, dtype=np.uint8), np.zeros(2, dtype=np.int32)
+    fd = slab.descriptor
+    assert fd is not None
+
+    def call(
+        kind: int = 2, moves: NDArray[np.void] = moves, scratch: memoryview = pages, short: int = 0
+    ) -> None:
+        transfer(fd, kind, moves.data, addresses.data, scratch, 0, replies[short:].data, faults.data)
+
+    call()
+    mixed = moves.copy()
+    mixed["length"][1] = 8192
+    for wrong in ({"kind": 3}, {"kind": 1}, {"short": 32}, {"moves": moves[:1]}, {"moves": mixed}):
+        with pytest.raises(ValueError, match="are"):
+            call(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scratch"):
+        call(scratch=pages[:4095])
+    with pytest.raises(TypeError, match="read-write"):
+        call(scratch=memoryview(bytes(4096)))
