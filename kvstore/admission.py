@@ -41,7 +41,15 @@ class WriteBudget:
     spent, so a kill costs a part of the budget and never exceeds it.
     """
 
-    __slots__ = ("_at_ms", "_debt", "_promised", "day_bytes", "depth_bytes")
+    __slots__ = (
+        "_at_ms",
+        "_debt",
+        "_promised",
+        "accepted_bytes",
+        "day_bytes",
+        "depth_bytes",
+        "spent_bytes",
+    )
 
     def __init__(self, day_bytes: int) -> None:
         """`day_bytes` 0: no bound."""
@@ -50,6 +58,10 @@ class WriteBudget:
         self._debt = 0.0
         self._promised = float(_UNBOUNDED)
         self._at_ms = 0
+        self.accepted_bytes = 0
+        """Of blocks that are on the path now or were, since this object was made."""
+        self.spent_bytes = 0
+        """All that was written for them, flushes included, also where there is no bound."""
 
     def restore(self, debt_bytes: int, at_ms: int, now_ms: int) -> None:
         """What was kept on disk; from now on only what is promised there may be spent."""
@@ -95,6 +107,7 @@ class WriteBudget:
 
     def spend(self, now_ms: int, nbytes: int) -> None:
         """So much is being written; also more than is left, where a flush or the index wants it."""
+        self.spent_bytes += nbytes
         if self.day_bytes:
             self._pass(now_ms)
             self._debt += nbytes

@@ -47,7 +47,7 @@ class _Chosen:
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_chosen", "_hand", "_row_hand", "_state", "short")
+    __slots__ = ("_chosen", "_hand", "_row_hand", "_state", "leaving", "short")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -56,6 +56,8 @@ class Evictor:
         self._row_hand = 0
         self.short: dict[tuple[Tier, ClassKey], None] = {}
         """Classes that could not be served: the background looks whether an extent should change class."""
+        self.leaving: set[int] = set()
+        """Extents that no class gets any more (`kvstore.resizing`)."""
 
     def make_room(self, tier: Tier, key: ClassKey, count: int) -> SlotClass:
         """Tries to have `count` slots of a class free, and returns the class; `len(free)` says how many there are."""
@@ -67,7 +69,7 @@ class Evictor:
             victims = self._take(pool, owner, missing)
             if not len(victims):
                 break
-            self._evict(tier, victims)
+            self.evict(tier, victims)
         if len(owner.free) < count and tier is not Tier.HBM:
             self.short[tier, key] = None
         return owner
@@ -164,14 +166,27 @@ class Evictor:
     def _assign_one(self, tier: Tier, key: ClassKey) -> bool:
         """Gives an unassigned extent to the class, if there is one."""
         state = self._state
+        if tier is Tier.NVME and state.now_ms < state.no_slab_until_ms[key.device]:
+            return False
         for extent in state.extents.of(tier, key.device, ExtentState.UNASSIGNED):
-            if state.extents.assign(extent, key.slot_bytes) is not None:
+            if extent not in self.leaving and state.extents.assign(extent, key.slot_bytes) is not None:
                 state.fault("extent.assigned")
+                state.unmade[extent] = False
                 state.pool(tier).open_extent(extent)
                 return True
         return False
 
-    def _evict(self, tier: Tier, victims: U32) -> None:
+    def leave(self, tier: Tier, extent: int) -> None:
+        """The extent gives out no more slots, and no class gets it any more."""
+        state = self._state
+        self.leaving.add(extent)
+        state.pool(tier).close_extent(extent)
+        if state.extents.state(extent) is ExtentState.READY:
+            state.extents.drain(extent)
+        self._chosen.clear()
+
+    def evict(self, tier: Tier, victims: U32) -> None:
+        """These slots, which `evictable` has passed, become free."""
         state = self._state
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
@@ -303,7 +318,8 @@ class Evictor:
         state = self._state
         for tier in (Tier.DRAM, Tier.NVME):
             for extent in state.extents.of(tier, None, ExtentState.DRAINING):
-                self._finish_draining(tier, extent)
+                if extent not in self.leaving:
+                    self._finish_draining(tier, extent)
         for tier, key in list(self.short):
             donor = self._donor(tier, key)
             if donor is not None:
@@ -321,7 +337,7 @@ class Evictor:
         slots = np.arange(base, base + size, dtype=np.uint32)
         victims = slots[self.evictable(pool, slots)]
         if len(victims):
-            self._evict(tier, victims)
+            self.evict(tier, victims)
         return bool((pool.states(slots) == SlotState.FREE).all())
 
     def _finish_draining(self, tier: Tier, extent: int) -> None:

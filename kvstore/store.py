@@ -32,7 +32,8 @@ from kvstore.layout import (
     table_bytes,
     write_header,
 )
-from kvstore.loading import load_nvme
+from kvstore.leaving import Leaving, slots_for
+from kvstore.loading import Loading, LoadSlab
 from kvstore.moves import (
     U8,
     U32,
@@ -76,6 +77,7 @@ class Store:
         "_attaching",
         "_crediting",
         "_evictor",
+        "_leaving",
         "_moving",
         "_pins",
         "_prefetching",
@@ -87,6 +89,7 @@ class Store:
         """For `create` and `recover`."""
         self._state = state
         self._evictor = Evictor(state)
+        self._leaving = Leaving(state, self._evictor)
         self._moving = Moving(state, self._evictor)
         self._acquiring = Acquiring(state, self._evictor, self._moving.promoting)
         self._sealing = Sealing(state)
@@ -188,6 +191,26 @@ class Store:
         """
         self._moving.leave_extent(extent)
         resizing.drop_extent(self._state, extent)
+        self._evictor.leaving.discard(extent)
+
+    def leaving(self, tier: Tier, device: int) -> list[ExtentId]:
+        """Extents that leave because their tier, or path, becomes smaller."""
+        return self._leaving.of(tier, device)
+
+    def leave(self, tier: Tier, device: int, excess_bytes: int, cost: Callable[[int], int]) -> None:
+        """Has extents that cost `excess_bytes` or more leave. See Leaving.choose."""
+        self._leaving.choose(tier, device, excess_bytes, cost)
+
+    def empty_extent(self, extent: int) -> str:
+        """Takes blocks out of an extent that leaves; why it cannot be dropped yet, empty when it can.
+
+        Raises: NotFound.
+        """
+        return self._leaving.empty(self._state.extents.require(extent), extent)
+
+    def slots_for(self, tier: Tier, nbytes: int, smallest_bytes: int) -> tuple[int, int]:
+        """(slot ids left, ids that so much more memory needs). See leaving.slots_for."""
+        return slots_for(self._state, tier, nbytes, smallest_bytes)
 
     def extents(self, tier: Tier) -> list[ExtentInfo]:
         """Extents of a tier."""

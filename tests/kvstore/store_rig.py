@@ -205,13 +205,13 @@ class Rig:
         """Drops every HBM copy that may go."""
         state, evictor = self.store._state, self.store._evictor
         slots = np.arange(len(state.hbm), dtype=np.uint32)
-        evictor._evict(Tier.HBM, slots[evictor.evictable(state.hbm, slots)])
+        evictor.evict(Tier.HBM, slots[evictor.evictable(state.hbm, slots)])
 
     def evict_dram(self) -> None:
         """Drops every DRAM copy that may go."""
         state, evictor = self.store._state, self.store._evictor
         slots = np.arange(len(state.dram), dtype=np.uint32)
-        evictor._evict(Tier.DRAM, slots[evictor.evictable(state.dram, slots)])
+        evictor.evict(Tier.DRAM, slots[evictor.evictable(state.dram, slots)])
 
     def counter(self, name: str) -> int:
         """A counter, 0 where it never counted."""

@@ -588,7 +588,7 @@ class World:
         """A tier is needed for other things: all goes that may go."""
         evictor, pool = self.store._evictor, self.store._state.pool(tier)
         slots = np.arange(len(pool), dtype=np.uint32)
-        self._call(lambda: evictor._evict(tier, slots[evictor.evictable(pool, slots)]))
+        self._call(lambda: evictor.evict(tier, slots[evictor.evictable(pool, slots)]))
 
     def clear(self) -> None:
         """An administrator."""
