@@ -33,13 +33,14 @@ _EXTRAS = {
     "cuda": "cuda",
     "cupy": "cuda",
     "gguf": "engine",
+    "matplotlib": "sim",
     "pynvml": "cuda",
     "safetensors": "engine",
     "tokenizers": "engine",
     "torch": "engine",
     "transformers": "dev",
     "vllm": "vllm",
-    "zstandard": "dev",
+    "zstandard": "sim",
 }
 
 

@@ -1,0 +1,51 @@
+"""Curves of hit rate against capacity, with the optimum and an infinite cache, as PNG and SVG. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bench.simulate.compare import Comparison
+from kvstore.units import GIB
+
+__all__ = ["draw_curves"]
+
+_WIDTH_IN = 9.0
+_HEIGHT_IN = 5.0
+_CURVE_POINTS = 200
+
+
+def draw_curves(comparison: Comparison, path: Path, *, token_bytes: int | None = None) -> tuple[Path, Path]:
+    """Draws `path` as `.png` and as `.svg`; with `token_bytes` the capacity is in GiB of that model's KV as well."""
+    from matplotlib.figure import Figure
+
+    trace = comparison.trace
+    figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    axes = figure.subplots()
+    unique = trace.unique_blocks
+    low = min(min(comparison.capacities_pct), 1.0) / 2
+    percents = np.geomspace(low, 100.0, _CURVE_POINTS)
+    rates = [comparison.curve.hit_rate(percent * unique / 100) for percent in percents]
+    axes.plot(percents, rates, color="black", label="lru, all sizes (stack distances)")
+    axes.axhline(comparison.infinite, color="gray", linestyle=":", label="infinite cache")
+    sizes = comparison.capacities_pct
+    axes.plot(sizes, comparison.belady, color="gray", marker="v", linestyle="--", label="Belady's optimum")
+    for name in dict.fromkeys(row.policy for row in comparison.rows):
+        rows = [row for row in comparison.rows if row.policy == name]
+        axes.plot([row.capacity_pct for row in rows], [row.hit_rate for row in rows], marker="o", label=name)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1)
+    axes.set_title(f"{trace.name}: {len(trace):,} requests, {unique:,} blocks of {trace.block_tokens} tokens")
+    axes.set_xlabel("capacity, % of the trace's unique blocks")
+    axes.set_ylabel("hit rate")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    if token_bytes:
+        gib = unique * trace.block_tokens * token_bytes / GIB / 100
+        above = axes.secondary_xaxis("top", functions=(lambda pct: pct * gib, lambda size: size / gib))
+        above.set_xlabel("GiB")
+    files = path.with_suffix(".png"), path.with_suffix(".svg")
+    figure.savefig(files[0], dpi=150)
+    figure.savefig(files[1])
+    return files

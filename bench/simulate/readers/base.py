@@ -1,0 +1,83 @@
+"""The contract of a trace format, and what readers have in common: rows of a file, and chains made of plain ids."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.simulate.trace import Trace
+from kvstore.errors import InvalidArgument, NotFound
+
+__all__ = ["Chains", "Format", "Row", "rows_of"]
+
+Row = Mapping[str, Any]
+
+_WINDOW_BYTES = 1 << 31  # the traces are packed with windows that long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format. `recognises` looks at the first row; `read` takes all rows and the name that the trace shall have.
+
+    `read` raises KeyError, TypeError or ValueError at a row that is not of the format; the caller says which.
+    """
+
+    name: str
+    recognises: Callable[[Row], bool]
+    read: Callable[[Iterable[Row], str], Trace]
+    default_block_tokens: int | None = None
+    """What the trace is coarsened to where nothing else is asked for; None: its own blocks."""
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
+    """Line number and object of each line of JSON Lines, plain or with zstd. Raises: NotFound, InvalidArgument."""
+    if not path.is_file():
+        raise NotFound(f"{path} is not a file")
+    with _text_of(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidArgument(f"{path}:{number}: is no JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise InvalidArgument(f"{path}:{number}: a row is a JSON object, not {type(row).__name__}")
+            yield number, row
+
+
+@contextmanager
+def _text_of(path: Path) -> Iterator[Iterable[str]]:
+    with path.open("rb") as file:
+        if path.suffix != ".zst":
+            yield io.TextIOWrapper(file, encoding="utf-8")
+            return
+        import zstandard
+
+        unpacked = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(file)
+        try:
+            yield io.TextIOWrapper(unpacked, encoding="utf-8")
+        except zstandard.ZstdError as error:
+            raise InvalidArgument(f"{path}: is no zstd: {error}") from None
+
+
+class Chains:
+    """Chain ids of sequences whose ids name a block's content alone: the same id behind another prefix is another."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int | str | bytes], int] = {}
+
+    def ids(self, contents: Iterable[int | str | bytes]) -> list[int]:
+        """Chain ids of a sequence of blocks."""
+        chain, parent = [], -1
+        for content in contents:
+            parent = self._known.setdefault((parent, content), len(self._known))
+            chain.append(parent)
+        return chain

@@ -1,0 +1,61 @@
+"""What `kvstore record` writes: a first row that says so, then one request a row with salted hashes of its blocks."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+
+import numpy as np
+
+from bench.simulate.readers.base import Format, Row
+from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
+from eviction.base import Stop
+
+__all__ = ["RECORDED", "VERSION", "header", "row_of"]
+
+VERSION = 1
+
+
+def header(*, block_tokens: int) -> dict[str, object]:
+    """The first row of a recording."""
+    return {"kvstore_trace": VERSION, "block_tokens": block_tokens}
+
+
+def row_of(turn: Turn) -> dict[str, object]:
+    """A row of a recording; `ids` are salted hashes, 64 bits each, of blocks with their prefixes."""
+    packed = np.asarray(turn.ids, dtype="<i8").tobytes()
+    return {
+        "time_ms": turn.time_ms,
+        "prompt_tokens": turn.prompt_tokens,
+        "output_tokens": turn.output_tokens,
+        "session": turn.session,
+        "stop": turn.stop.name.lower(),
+        "blocks": base64.b64encode(packed).decode(),
+    }
+
+
+def _read(rows: Iterable[Row], name: str) -> Trace:
+    all_rows = iter(rows)
+    first = next(all_rows)
+    if first["kvstore_trace"] != VERSION:
+        raise ValueError(f"a recording of version {first['kvstore_trace']}, not {VERSION}")
+    builder = TraceBuilder()
+    for row in all_rows:
+        builder.add(
+            Turn(
+                time_ms=int(row["time_ms"]),
+                ids=np.frombuffer(base64.b64decode(row["blocks"]), dtype="<i8"),
+                prompt_tokens=int(row["prompt_tokens"]),
+                output_tokens=int(row["output_tokens"]),
+                session=int(row["session"]),
+                stop=Stop[row["stop"].upper()],
+            )
+        )
+    return builder.build(name, int(first["block_tokens"]), Pacing.TRACE)
+
+
+def _recognises(row: Row) -> bool:
+    return "kvstore_trace" in row
+
+
+RECORDED = Format(name="recorded", recognises=_recognises, read=_read)
