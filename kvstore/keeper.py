@@ -86,6 +86,8 @@ class Keeper:
     notify: socket.socket
     blackbox: str = ""
     """File that what is stored as `blackbox` is copied to; empty: none."""
+    served: bool = False
+    """Whether any daemon was ready: a start that is refused leaves nothing behind."""
     fds: dict[str, int] = field(default_factory=dict)
     run: _Run | None = None
     backoff_s: float = _FIRST_BACKOFF_S
@@ -129,6 +131,7 @@ class Keeper:
 
     def adopt(self, pid: int) -> None:
         """Takes over a running daemon, which stores its descriptors again."""
+        self.served = True
         self.run = _Run(
             pid=pid, pidfd=os.pidfd_open(pid), started_s=time.monotonic(), child=False, ready=True
         )
@@ -157,7 +160,7 @@ class Keeper:
         assert self.run is not None
         name = lines.get("FDNAME", "stored")
         if lines.get("READY") == "1":
-            self.run.ready = True
+            self.run.ready = self.served = True
             self.start_crashes = 0
             _tell_our_own_manager("READY=1")
         if lines.get("STOPPING") == "1":
@@ -222,7 +225,7 @@ class Keeper:
     def save_blackbox(self, suffix: str) -> None:
         """Copies the flight recording into its file; what cannot be written is said and lost."""
         fd = self.fds.get(_BLACKBOX)
-        if fd is None or not self.blackbox:
+        if fd is None or not self.blackbox or not self.served:
             return
         unfinished = f"{self.blackbox}.new"
         try:

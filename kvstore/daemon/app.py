@@ -28,6 +28,7 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.machine import check_disks
 from kvstore.daemon.memory import Memory, extent_plan
 from kvstore.daemon.movers import Movers
+from kvstore.daemon.namespaces import NAMESPACES, Namespaces, read_beside_slabs
 from kvstore.daemon.notify import Notifier
 from kvstore.daemon.nvme import SlabTable, secret_on_disk
 from kvstore.daemon.owner import Owner
@@ -36,6 +37,7 @@ from kvstore.daemon.services import Services
 from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.sockets import Sockets
 from kvstore.daemon.stream import SessionStreams
+from kvstore.daemon.transfers import Transfers
 from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.keeper import KEEPER_PID
@@ -73,6 +75,7 @@ class Daemon:
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._signals = 0
+        self._names_on_disk: bytes | None = None
         self._abandon: Callable[[float], Awaitable[None]] | None = None
         self.ready = False
         """Whether it has served: an error before that is one of the configuration or of the machine."""
@@ -126,7 +129,15 @@ class Daemon:
             inherited=self._inherited,
         )
         slabs = {SlabTable.NAME: self._movers.slabs.fd}
-        await self._kept.add({TABLES: tables.fd, SECRET: self._secret_fd, BLACKBOX: recorder_fd, **slabs})
+        await self._kept.add(
+            {
+                TABLES: tables.fd,
+                SECRET: self._secret_fd,
+                BLACKBOX: recorder_fd,
+                NAMESPACES: self._namespaces.fd,
+                **slabs,
+            }
+        )
         if not self._memory.extents(Tier.DRAM):
             await self._memory.add_dram(extent_plan(self._config)[0])
         for member in members:
@@ -145,6 +156,7 @@ class Daemon:
         self._spawn(self._memory.grow_forever())
         self._spawn(self._sweep_forever())
         self._spawn(self._kept.watch_keeper())
+        self._spawn(self._transfers.save_forever())
         self._devices.start()
         self._say_ready(tables, len(members))
 
@@ -173,14 +185,21 @@ class Daemon:
             memory=self._memory,
             devices=self._devices,
             movers=self._movers,
-            secret=secret,
+            namespaces=self._namespaces,
             keeper_pid=lambda: self._kept.keeper_pid,
         )
         streams = SessionStreams(self._owner)
+        self._transfers = Transfers(
+            owner=self._owner,
+            columns=tables.columns,
+            slabs=self._movers.slabs,
+            namespaces=self._namespaces,
+        )
         self._services = Services(
             owner=self._owner,
             unary=unary,
             admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory, movers=self._movers),
+            transfers=self._transfers,
             streams=streams,
         )
         self._frames = FrameServer(self._owner, streams)
@@ -196,12 +215,14 @@ class Daemon:
                 f"nvme: {self._config.nvme[0].path} does not answer: is its disk well?"
             ) from None
         secret, self._secret_fd = tenant_secret(self._inherited, on_disk)
+        self._namespaces = Namespaces(secret, self._inherited, self._names_on_disk)
         return secret
 
     def _look_at_disks(self) -> bytes | None:
-        """The secret beside the slabs. Blocks on the disks: runs in a thread."""
+        """The secret and the names beside the slabs. Blocks on the disks: runs in a thread."""
         if TABLES not in self._inherited:
             check_disks(self._config)
+        self._names_on_disk = read_beside_slabs([path.path for path in self._config.nvme])
         try:
             return secret_on_disk(self._config)
         except ConfigError as error:

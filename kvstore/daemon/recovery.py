@@ -20,6 +20,7 @@ from kvstore.daemon.blackbox import BLACKBOX
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory, descriptor_name, extent_plan
+from kvstore.daemon.namespaces import NAMESPACES
 from kvstore.daemon.nvme import slab_bytes
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
@@ -45,7 +46,7 @@ __all__ = [
 
 TABLES = "tables"
 SECRET = "secret"  # noqa: S105 (what the keeper calls its descriptor)
-_OTHERS = ("mover-", BLACKBOX, SECRET, "slabs")  # matched elsewhere
+_OTHERS = ("mover-", BLACKBOX, NAMESPACES, SECRET, "slabs")  # matched elsewhere
 _MAX_HBM_EXTENTS = 1024
 _LOG = Log("recovery")
 

@@ -18,6 +18,7 @@ from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import Context, answer
 from kvstore.daemon.sockets import admin_path
 from kvstore.daemon.stream import SessionStreams
+from kvstore.daemon.transfers import Transfers
 from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError
 from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
@@ -33,6 +34,7 @@ _KVSTORE_CALLS = {
     "Explain": "explain",
     "Stats": "stats",
     "Describe": "describe",
+    "ReportWrong": "report_wrong",
 }
 _ADMIN_CALLS = {
     "Pin": "pin",
@@ -44,6 +46,8 @@ _ADMIN_CALLS = {
     "Forget": "forget",
     "Pause": "pause",
 }
+
+_TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs": "slabs"}
 
 _Handler = Callable[[Any, Context], Awaitable[Any]]
 
@@ -58,7 +62,9 @@ class _Servicer:
 class Services:
     """The servers of one daemon."""
 
-    def __init__(self, *, owner: Owner, unary: Unary, admin: Admin, streams: SessionStreams) -> None:
+    def __init__(
+        self, *, owner: Owner, unary: Unary, admin: Admin, transfers: Transfers, streams: SessionStreams
+    ) -> None:
         self._owner = owner
         self._config = owner.config
         limits = self._config.limits
@@ -73,6 +79,10 @@ class Services:
             {
                 name: self._unary(getattr(admin, method), limits.call_deadline_s)
                 for name, method in _ADMIN_CALLS.items()
+            }
+            | {
+                name: self._unary(getattr(transfers, method), limits.call_deadline_s)
+                for name, method in _TRANSFER_CALLS.items()
             }
         )
         self._health = _Servicer({"Check": self._check, "Watch": self._watch})

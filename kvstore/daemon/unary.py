@@ -15,6 +15,7 @@ from kvstore.daemon.identity import device_digest
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.movers import Movers
+from kvstore.daemon.namespaces import Namespaces
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import TOKEN_BYTES, Session, token_digest
 from kvstore.daemon.sessions import Sessions
@@ -27,7 +28,6 @@ from kvstore.errors import (
     Unimplemented,
 )
 from kvstore.geometry import Geometry, LayerGroup
-from kvstore.identity import namespace_digest, namespace_key
 from kvstore.layout import Tier
 from kvstore.moves import SessionInfo, TierStats
 from kvstore.wire.descriptors import descriptor_path
@@ -54,7 +54,7 @@ class Unary:
         memory: Memory,
         devices: Devices,
         movers: Movers,
-        secret: bytes,
+        namespaces: Namespaces,
         keeper_pid: Callable[[], int],
     ) -> None:
         self._owner = owner
@@ -62,7 +62,7 @@ class Unary:
         self._memory = memory
         self._devices = devices
         self._movers = movers
-        self._secret = secret
+        self._namespaces = namespaces
         self._keeper_pid = keeper_pid
 
     # ------------------------------------------------------------ sessions
@@ -145,14 +145,12 @@ class Unary:
         parts = {part.tag: part.value for part in request.parts}
         if len(parts) != len(request.parts):
             raise InvalidArgument("a part of the namespace is stated twice")
-        digest = namespace_digest(parts)
-        key = namespace_key(digest, self._secret)
-        # The table keeps a digest of the key, so two tenants that state equal parts never share a namespace.
-        handle = self._owner.store.open_namespace(session.id, namespace_key(key, b"kvstore.row"))
+        known = self._namespaces.opened(parts)
+        handle = self._owner.store.open_namespace(session.id, known.row_digest)
         if handle not in session.namespaces and len(session.namespaces) >= _MAX_NAMESPACES_PER_SESSION:
             raise InvalidArgument(f"at most {_MAX_NAMESPACES_PER_SESSION} namespaces in one session")
         session.namespaces[int(handle)] = handle
-        return pb.OpenNamespaceReply(namespace=int(handle), key=key)
+        return pb.OpenNamespaceReply(namespace=int(handle), key=known.key)
 
     # ------------------------------------------------------------ durability and reports
 
@@ -230,6 +228,14 @@ class Unary:
             config_toml=config_to_toml(self._owner.config),
             max_message_blocks=self._owner.config.limits.chain_blocks,
         )
+
+    async def report_wrong(self, request: pb.ReportWrongRequest) -> pb.ReportWrongReply:
+        """Blocks that a client has found wrong end."""
+        session = self._require(request.token)
+        namespace = session.namespaces.get(request.namespace)
+        if namespace is None:
+            raise PermissionDenied(f"this session has not opened a namespace {request.namespace}")
+        raise Unimplemented("not yet")
 
     def _require(self, token: bytes) -> Session:
         if len(token) != TOKEN_BYTES:

@@ -19,6 +19,7 @@ import pytest
 
 from kvstore.client import connect
 from kvstore.config import Limits, NvmePath
+from kvstore.daemon.blackbox import saved_paths
 from kvstore.errors import ConfigError
 from kvstore.units import GIB, MIB
 from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
@@ -319,7 +320,8 @@ def test_nothing_is_left_behind(place: Path) -> None:
         pids = set(service.pids)
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     assert not list(Path("/dev/shm").glob("*kvstore*"))
-    assert {path.name for path in place.iterdir()} <= {"kv.log", "kv.sock.lock"}
+    recordings = {Path(name).name for name in saved_paths(service.socket)}
+    assert {path.name for path in place.iterdir()} <= {"kv.log", "kv.sock.lock", *recordings}
 
 
 def test_pause_makes_every_lookup_a_miss(client: Make, service: Service) -> None:
