@@ -33,7 +33,7 @@ from kvstore.layout import (
     write_header,
 )
 from kvstore.leaving import Leaving, slots_for
-from kvstore.loading import Loading, LoadSlab
+from kvstore.loading import load_nvme
 from kvstore.moves import (
     U8,
     U32,

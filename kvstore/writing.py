@@ -229,8 +229,6 @@ class Writing:
         same &= state.table.sealed(rows) & (state.columns.nvme[rows] == NONE)
         state.fault("write.done")
         state.complete(Tier.NVME, rows[same], nvme[same], 0)
-        self._since_flush[rows[same]] = True
-        self._written_at[rows[same]] = self._last_use(rows[same])
         state.nvme.free(nvme[~same])
         state.counters["writes"] += int(same.sum())
         self.admission.budgets[path].accepted_bytes += int(state.nvme.slot_bytes(nvme[same]).sum())
