@@ -255,7 +255,7 @@ class Acquiring:
             pending |= state.hbm.filling(hbm)
             ready = state.hbm.sealed(hbm)
         dram = state.columns.dram[rows]
-        promoting = state.dram.filling(dram) & ~pending
+        promoting = state.promoted(rows) & ~pending
         ready |= state.dram.sealed(dram)
         ready &= ~pending  # somebody is loading it: wait for that one copy
         below = self._promoting.promotable(rows) & ~pending & ~ready

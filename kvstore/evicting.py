@@ -166,9 +166,12 @@ class Evictor:
     def _assign_one(self, tier: Tier, key: ClassKey) -> bool:
         """Gives an unassigned extent to the class, if there is one."""
         state = self._state
+        if tier is Tier.NVME and state.now_ms < state.no_slab_until_ms[key.device]:
+            return False
         for extent in state.extents.of(tier, key.device, ExtentState.UNASSIGNED):
             if extent not in self.leaving and state.extents.assign(extent, key.slot_bytes) is not None:
                 state.fault("extent.assigned")
+                state.unmade[extent] = False
                 state.pool(tier).open_extent(extent)
                 return True
         return False

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["FAILURES_IN_A_ROW", "RETRY_MS", "PathHealth", "Streak"]
+__all__ = ["FAILURES_IN_A_ROW", "FIRST_RETRY_MS", "RETRY_MS", "PathHealth", "Streak"]
 
 FAILURES_IN_A_ROW = 32
 """Without a success in between. A piece that a mover carries out in one call has as many."""
+FIRST_RETRY_MS = 500
 RETRY_MS = 5_000
+"""Pauses between tries: the first, doubled each time, and the longest."""
 
 
 @dataclass(slots=True)
@@ -25,6 +27,8 @@ class Streak:
     """Whether a move is under way that shall tell if the pause ends."""
     _retry_ms: int = 0
     """While paused: when one move may be tried."""
+    _pause_ms: int = FIRST_RETRY_MS
+    """From a failure to the next try."""
 
     @property
     def paused(self) -> bool:
@@ -48,10 +52,12 @@ class Streak:
     def ended(self, *, good: int, failed: int, now_ms: int) -> None:
         """What became of moves; those that nobody carried out are not told."""
         if good:
-            self.failures = 0
+            self.failures, self._pause_ms = 0, FIRST_RETRY_MS
         elif failed:
             self.failures += failed
-            self._retry_ms = now_ms + RETRY_MS
+            self._retry_ms = now_ms + self._pause_ms
+            if self.trying:
+                self._pause_ms = min(2 * self._pause_ms, RETRY_MS)
         if good or failed:
             self.trying = False
 

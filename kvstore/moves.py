@@ -194,7 +194,8 @@ class FlushLeft:
     """Blocks of a flush that storage does not have. Those that left the store meanwhile are not counted."""
 
     coming: int  # still in DRAM: to be written
-    missing: int  # those, and those that only HBM has by now: nothing can write them
+    missing: int  # all that storage lacks: also those that only HBM has by now, which nothing can write
+    unfit: int = 0  # written for this flush and evicted again: storage is smaller than what was to be flushed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

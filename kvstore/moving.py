@@ -59,7 +59,7 @@ class Moving:
         """Blocks that came into DRAM since the last call shall be written down."""
         came, self._state.sealed_in_dram = self._state.sealed_in_dram, []
         for rows in came:
-            self._writing.queue(rows, self.promoting.writable())
+            self._writing.came(rows, self.promoting.writable())
 
     def catch_up(self) -> None:
         """The background's part."""
@@ -68,6 +68,7 @@ class Moving:
     def flush(self) -> FlushMark:
         """Queues all that is in DRAM and not in storage."""
         rows = self._writing.unwritten()
+        self._writing.begin_flush()
         self._writing.flush(rows, self.promoting.writable())
         return FlushMark(rows=rows, words=self._state.words(rows))
 
@@ -77,11 +78,12 @@ class Moving:
 
     # -- out
 
-    def take(self, path: int, limit: int) -> NDArray[np.void]:
-        """MOVE[] for a path's mover: promotions that somebody waits for, prefetches, then writes; at most `limit`."""
+    def take(self, path: int, limit: int, writes: int) -> NDArray[np.void]:
+        """MOVE[] for a path's mover: promotions that somebody waits for, prefetches, then at most `writes` writes; at
+        most `limit` together."""
         state = self._state
         self.promoting.set_up(path)
-        limit = min(limit, self._flights.places)
+        limit = 0 if state.hung[path] else min(limit, self._flights.places)
         health, now_ms = self.promoting.health[path], state.now_ms
         parts: list[NDArray[np.void]] = []
         dram = self.promoting.take(path, health.reads.allowed(limit, now_ms))
@@ -90,7 +92,7 @@ class Moving:
             nvme = state.columns.nvme[state.dram.row[dram]]
             order = np.argsort(nvme)
             parts.append(self._flights.begin(MoveKind.READ, path, dram[order], nvme[order]))
-        writes = health.writes.allowed(limit - len(dram), now_ms)
+        writes = health.writes.allowed(min(writes, limit - len(dram)), now_ms)
         if writes:
             for source, target in self._writing.take(path, writes):
                 health.writes.began(now_ms)
@@ -138,6 +140,7 @@ class Moving:
     def mover_dead(self, path: int) -> None:
         """All that the path's mover had fails; whatever else its bit or a half-written slot kept is free again."""
         state = self._state
+        state.hung[path] = False
         flights = self._flights.end_all(path)
         self._note_end(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
         self._finish(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
@@ -167,6 +170,9 @@ class Moving:
         ok, cancelled = statuses == MoveStatus.OK, statuses == MoveStatus.CANCELLED
         corrupt = reads & (statuses == MoveStatus.CORRUPT)
         bad = ~ok & ~cancelled & ~corrupt
+        if bad.any():  # nothing was tried where there is no slab
+            unmade = bad & self._state.unmade[self._state.nvme.extent[flights["nvme"]]]
+            bad, cancelled = bad & ~unmade, cancelled | unmade
         # A disk that fails everything says nothing about its slots: neither they nor the blocks in them are given up.
         whole = self._judge(path, reads, ok | corrupt, bad)
         if whole.any():

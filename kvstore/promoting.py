@@ -72,7 +72,10 @@ class Promoting:
         return [
             number
             for number, path in enumerate(self._paths)
-            if path.up and self.health[number].writes.open(now_ms) and extents.of(Tier.NVME, number)
+            if path.up
+            and not self._state.hung[number]
+            and self.health[number].writes.open(now_ms)
+            and extents.of(Tier.NVME, number)
         ]
 
     # -- in
@@ -89,6 +92,7 @@ class Promoting:
                 path.up and health.reads.open(now_ms)
                 for path, health in zip(self._paths, self.health, strict=True)
             ]
+            up &= ~self._state.hung
             found[found] = up[self._state.nvme.devices(nvme[found])]
         return found
 

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from eviction.base import EvictionPolicy
 from kvstore.extents import Extents
 from kvstore.ghosts import Ghosts
-from kvstore.layout import GENERATION_SHIFT, MOVER_BIT, NONE, Columns, SessionState, SlotState, Tier
+from kvstore.layout import (
+    GENERATION_SHIFT,
+    MAX_MOVERS,
+    MOVER_BIT,
+    NONE,
+    Columns,
+    SessionState,
+    SlotState,
+    Tier,
+)
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.sessions import Namespaces, Session, Sessions
@@ -45,8 +54,10 @@ class StoreState:
         "fault",
         "ghosts",
         "hbm",
+        "hung",
         "limits",
         "namespaces",
+        "no_slab_until_ms",
         "now_ms",
         "nvme",
         "nvme_changed",
@@ -55,6 +66,7 @@ class StoreState:
         "sealed_in_dram",
         "sessions",
         "table",
+        "unmade",
         "waits",
     )
 
@@ -81,6 +93,12 @@ class StoreState:
         self.ghosts = Ghosts(limits.ghosts)
         self.nvme_changed: NDArray[np.bool_] = np.zeros(len(self.nvme), dtype=np.bool_)
         """NVMe slots that the durable index has to learn of."""
+        self.hung: NDArray[np.bool_] = np.zeros(256, dtype=np.bool_)
+        """Paths, by the number that an extent has of them, whose disk does not answer: kvstore.paths."""
+        self.no_slab_until_ms = [0] * MAX_MOVERS
+        """When a path may be asked for another slab."""
+        self.unmade: NDArray[np.bool_] = np.zeros(columns.shape.max_extents, dtype=np.bool_)
+        """NVMe extents whose slab could not be made; they drain."""
         self.sealed_in_dram: list[U32] = []
         """Rows that came into DRAM by a seal or a copy, for write-behind."""
 
@@ -234,11 +252,20 @@ class StoreState:
         words: U64 = self.columns.state[rows]
         return words
 
+    def promoted(self, rows: U32) -> NDArray[np.bool_]:
+        """[n] rows whose block is on its way into DRAM, from a disk that answers."""
+        filling = self.dram.filling(self.columns.dram[rows])
+        if self.hung.any() and filling.any():
+            nvme = self.columns.nvme[rows[filling]]
+            known = nvme != NONE
+            filling[filling] = ~(known & self.hung[self.nvme.devices(np.where(known, nvme, np.uint32(0)))])
+        return filling
+
     def _unresolved(self, rows: U32, words: U64, session: int) -> NDArray[np.bool_]:
         """[n] rows, as they were at `words`, that are still being filled or on their way to the session."""
         now = self.columns.state[rows]
         same = (now >> GENERATION_SHIFT) == (words >> GENERATION_SHIFT)
-        on_way = self.table.filling(rows) | self.dram.filling(self.columns.dram[rows])
+        on_way = self.table.filling(rows) | self.promoted(rows)
         device = self.sessions.get(session).device
         if device is not None:
             on_way |= self.hbm.filling(self.columns.hbm[device, rows])

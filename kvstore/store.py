@@ -54,6 +54,7 @@ from kvstore.moves import (
     StoreStats,
 )
 from kvstore.moving import Moving
+from kvstore.paths import Paths
 from kvstore.pinning import Pins
 from kvstore.prefetching import Prefetching
 from kvstore.recorder import Recorder
@@ -83,6 +84,7 @@ class Store:
         "_prefetching",
         "_sealing",
         "_state",
+        "paths",
     )
 
     def __init__(self, state: StoreState) -> None:
@@ -97,6 +99,7 @@ class Store:
         self._pins = Pins(state)
         self._prefetching = Prefetching(state, self._moving.promoting)
         self._attaching = Attaching(state, self._prefetching)
+        self.paths = Paths(state, self._moving.promoting)
         for tier in Tier:
             for extent in state.extents.of(tier, None, ExtentState.READY):
                 state.pool(tier).open_extent(extent)
@@ -419,9 +422,9 @@ class Store:
             found.granted(grant_id, slots.hbm_slots, slots.dram_slots, ahead=True, limit=limit)
         return slots
 
-    def take_moves(self, path: int, limit: int) -> NDArray[np.void]:
+    def take_moves(self, path: int, limit: int, writes: int | None = None) -> NDArray[np.void]:
         """MOVE[] for a path's mover, reads first, each sorted by slot; its slots are held until `moves_done`."""
-        return self._moving.take(path, limit)
+        return self._moving.take(path, limit, limit if writes is None else writes)
 
     def moves_done(self, *, now_ms: int, path: int, ids: U64, statuses: U8) -> None:
         """What became of moves (MoveStatus). Ids that are not in flight on this path are passed over."""

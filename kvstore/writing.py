@@ -25,6 +25,7 @@ __all__ = ["Writing"]
 _QUEUED, _MOVING, _FLUSHING = 1, 2, 3
 _CROWDED_PART = 4
 """With more than this part of its places taken the queue is left to run down before all of DRAM is looked through."""
+_USE_SHIFT = np.uint64(30)  # of a touch key, which has milliseconds from bit 20 on
 _LOOK_AGAIN_MS = 1_000
 """While writing is short: how often all that is in DRAM is looked through for what was used again meanwhile."""
 
@@ -39,7 +40,9 @@ class Writing:
         "_missed",
         "_progress",
         "_queue",
+        "_since_flush",
         "_state",
+        "_written_at",
         "admission",
         "queued",
     )
@@ -51,6 +54,10 @@ class Writing:
         self._flushed: deque[U32] = deque()
         rows = state.columns.shape.max_rows
         self._progress: U8 = np.zeros(rows, dtype=np.uint8)  # of each row
+        self._since_flush: NDArray[np.bool_] = np.zeros(rows, dtype=np.bool_)
+        """[rows] that were written since the last flush began."""
+        self._written_at: U32 = np.zeros(rows, dtype=np.uint32)
+        """[rows] last use of the block when it was written, in units of 1.024 s; 0: it was not."""
         self._missed = True  # after a restart nobody knows what was queued
         self._look_ms = 0
         self.queued = 0
@@ -58,6 +65,11 @@ class Writing:
         self.admission = Admission(
             paths=state.limits.paths, rows=rows, day_bytes=state.limits.write_budget_bytes
         )
+
+    def came(self, rows: U32, paths: list[int]) -> None:
+        """Blocks have come into DRAM: see `queue`."""
+        self._written_at[rows] = 0
+        self.queue(rows, paths)
 
     def queue(self, rows: U32, paths: list[int]) -> None:
         """Blocks that are in DRAM shall be written down, in this order, if they are admitted and there is a place.
@@ -82,6 +94,10 @@ class Writing:
             self._missed = True
             rows = rows[decided.chosen]
         state.counters["admitted_writes"] += self._put(self._queue, rows, _QUEUED)
+
+    def begin_flush(self) -> None:
+        """What is written from now on has been written for the flush that begins."""
+        self._since_flush[:] = False
 
     def flush(self, rows: U32, paths: list[int]) -> None:
         """Blocks that are in DRAM shall be written down before all others, whatever it costs."""
@@ -115,15 +131,25 @@ class Writing:
         return len(rows)
 
     def catch_up(self, paths: list[int]) -> None:
-        """Queues what was dropped, refused, or came while nothing could be written, once the queue has room again."""
+        """Queues what was dropped, refused, or came while nothing could be written, once the queue has room again.
+
+        What was written and evicted again goes down once more only after it was used again: where DRAM is larger than
+        storage the same blocks would be written for ever.
+        """
         state = self._state
         crowded = self.queued > state.limits.max_writes // _CROWDED_PART
         if not self._missed or crowded or not paths or state.now_ms < self._look_ms:
             return
         self._missed = False
-        self.queue(self.unwritten(), paths)
+        rows = self.unwritten()
+        self.queue(rows[self._last_use(rows) > self._written_at[rows]], paths)
         if self._missed:  # refused: what is used again meanwhile is admitted
             self._look_ms = state.now_ms + _LOOK_AGAIN_MS
+
+    def _last_use(self, rows: U32) -> U32:
+        """[n] in units of `_written_at`."""
+        last: U32 = (self._state.columns.touch[rows] >> _USE_SHIFT).astype(np.uint32)
+        return last
 
     def unwritten(self) -> U32:
         """Rows whose block is in DRAM and not in storage. O(DRAM slots)."""
@@ -134,13 +160,18 @@ class Writing:
         return found
 
     def left_of(self, mark: FlushMark, paths: list[int]) -> FlushLeft:
-        """What is left of a flush; queues again what is still to come."""
+        """What is left of a flush; queues again what is still to come.
+
+        A block that was written for it and evicted again does not fit, and is not written once more: it would only
+        take the place of another.
+        """
         state, rows = self._state, mark.rows
         same = (state.columns.state[rows] >> GENERATION_SHIFT) == (mark.words >> GENERATION_SHIFT)
         missing = rows[same & (state.columns.nvme[rows] == NONE)]
         coming = missing[state.dram.sealed(state.columns.dram[missing])]
-        self.flush(coming, paths)
-        return FlushLeft(coming=len(coming), missing=len(missing))
+        unfit = self._since_flush[coming]
+        self.flush(coming[~unfit], paths)
+        return FlushLeft(coming=int((~unfit).sum()), missing=len(missing), unfit=int(unfit.sum()))
 
     def take(self, path: int, limit: int) -> list[tuple[U32, U32]]:
         """Pairs of DRAM slots and NVMe slots to write them into, by class; at most `limit` slots."""
@@ -229,6 +260,8 @@ class Writing:
         same &= state.table.sealed(rows) & (state.columns.nvme[rows] == NONE)
         state.fault("write.done")
         state.complete(Tier.NVME, rows[same], nvme[same], 0)
+        self._since_flush[rows[same]] = True
+        self._written_at[rows[same]] = self._last_use(rows[same])
         state.nvme.free(nvme[~same])
         state.counters["writes"] += int(same.sum())
         self.admission.budgets[path].accepted_bytes += int(state.nvme.slot_bytes(nvme[same]).sum())

@@ -174,6 +174,47 @@ def test_a_full_queue_drops_counts_and_catches_up() -> None:
     rig.check()
 
 
+def test_a_flush_of_more_than_storage_holds_ends_and_says_what_did_not_fit() -> None:
+    """With DRAM larger than NVMe a flush wrote the same blocks again and again, to its deadline."""
+    rig = Rig(hbm=32, dram=32, nvme=8)
+    one = rig.attach()
+    rig.write_through(one, chain(24))
+    mark = rig.store.flush()
+    written = 0
+    for _ in range(100):
+        if not rig.store.left_of(mark).coming:
+            break
+        rig.store.tick(rig.now_ms)
+        written += len(rig.write_down())
+    assert written == 24, "each once"
+    assert rig.store.left_of(mark) == FlushLeft(coming=0, missing=16, unfit=16)
+    assert rig.tier(Tier.NVME).sealed_slots == 8
+    rig.check()
+
+
+def test_blocks_that_do_not_fit_are_not_written_for_ever() -> None:
+    """With DRAM larger than NVMe, and more to write than one queue takes, the same blocks went down again and again."""
+    rig = Rig(
+        hbm=32, dram=32, nvme=8, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, max_writes=4)
+    )
+    one = rig.attach()
+    rig.write_through(one, chain(24))
+    for _ in range(50):
+        rig.now_ms += 1_000
+        rig.store.tick(rig.now_ms)
+        rig.write_down()
+    assert rig.counter("writes") == 24
+    rig.now_ms += 5_000
+    rig.outcomes(one, chain(4))
+    rig.write_through(one, chain(6, seed=1))  # two of which are dropped, so DRAM is looked through
+    for _ in range(50):
+        rig.now_ms += 1_000
+        rig.store.tick(rig.now_ms)
+        rig.write_down()
+    assert rig.counter("writes") <= 24 + 6 + 4, "and those that were used again"
+    rig.check()
+
+
 def test_flush_tells_what_is_still_to_come() -> None:
     rig = Rig(limits=StoreLimits(max_writes=4))
     one = rig.attach()
