@@ -167,21 +167,23 @@ class MeasuredStorage(_Decorator):
         begin = self._clock()
         replies = self._inner.transfer(moves)
         busy_s = self._clock() - begin
-        statuses = replies["status"]
-        good = np.ones(len(moves), dtype=np.bool_)
-        if statuses.any():  # rare, and looking replies up by id costs more than all the rest
-            good = np.isin(moves["id"], replies["id"][statuses == MoveStatus.OK])
-        writes = moves["kind"] == MoveKind.WRITE
-        lengths = moves["length"].astype(np.uint64)
+        statuses = replies["status"].tolist()
+        kinds, lengths = moves["kind"].tolist(), moves["length"].tolist()
+        if any(statuses):  # rare, and looking replies up by id costs more than all the rest
+            good = dict(zip(replies["id"].tolist(), statuses, strict=True))
+            went = [good[move] == MoveStatus.OK for move in moves["id"].tolist()]
+            kinds = [kind for kind, well in zip(kinds, went, strict=True) if well]
+            lengths = [length for length, well in zip(lengths, went, strict=True) if well]
+        written = [length for kind, length in zip(kinds, lengths, strict=True) if kind == MoveKind.WRITE]
         with self._lock:
             old = self._counts
             self._counts = StorageCounts(
-                read_blocks=old.read_blocks + int((good & ~writes).sum()),
-                read_bytes=old.read_bytes + int(lengths[good & ~writes].sum()),
-                written_blocks=old.written_blocks + int((good & writes).sum()),
-                written_bytes=old.written_bytes + int(lengths[good & writes].sum()),
-                corrupt_blocks=old.corrupt_blocks + int((statuses == MoveStatus.CORRUPT).sum()),
-                failed_blocks=old.failed_blocks + int((statuses == MoveStatus.IO_ERROR).sum()),
+                read_blocks=old.read_blocks + len(lengths) - len(written),
+                read_bytes=old.read_bytes + sum(lengths) - sum(written),
+                written_blocks=old.written_blocks + len(written),
+                written_bytes=old.written_bytes + sum(written),
+                corrupt_blocks=old.corrupt_blocks + statuses.count(MoveStatus.CORRUPT),
+                failed_blocks=old.failed_blocks + statuses.count(MoveStatus.IO_ERROR),
                 syncs=old.syncs,
                 busy_s=old.busy_s + busy_s,
             )

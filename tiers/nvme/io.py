@@ -21,7 +21,7 @@ from kvstore.wire.packed import REPLY
 from tiers.base import MemoryTier, Moves, Replies
 from tiers.nvme.carry import MAX_RUN_SLOTS, SHORT, Carried, Carry, carry
 from tiers.nvme.disk import SYSTEM_DISK, Disk
-from tiers.nvme.pieces import cut, runs
+from tiers.nvme.pieces import cut, is_piece, runs
 from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES
 
@@ -108,6 +108,8 @@ class NvmeTier:
 
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier."""
+        if is_piece(moves):
+            return self._transfer_piece(moves)
         answers = [self._transfer_piece(piece) for piece in cut(moves, 1)]
         return np.concatenate(answers) if answers else np.empty(0, dtype=REPLY)
 
@@ -158,20 +160,20 @@ class NvmeTier:
         nvme_extent, length = int(moves["nvme_extent"][0]), int(moves["length"][0])
         slab = self._slabs.get(nvme_extent)
         stride = stride_bytes(length)
-        offsets = moves["nvme_offset"]
+        offsets = moves["nvme_offset"].tolist()  # of a few moves Python is done before numpy has begun
         if (
             slab is None
             or length != slab.file.slot_bytes
-            or (offsets % np.uint64(stride)).any()
-            or int(offsets[-1]) // stride >= slab.file.slots
+            or max(offsets) // stride >= slab.file.slots
+            or any(offset % stride for offset in offsets)
         ):
             if nvme_extent not in self._unopened:
                 self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
             return None
         try:
-            for extent in set(moves["dram_extent"].tolist()):
-                last = moves["dram_offset"][moves["dram_extent"] == extent].max()
-                if int(last) + length > len(self._memory.view(extent)):
+            places = zip(moves["dram_extent"].tolist(), moves["dram_offset"].tolist(), strict=True)
+            for extent, offset in places:
+                if offset + length > len(self._memory.view(extent)):
                     raise NotFound(f"dram extent {extent} is too short")
         except NotFound as error:
             self._notice("dram", f"a move to or from {self._directory} was refused: {error.message}")

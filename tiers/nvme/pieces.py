@@ -13,7 +13,7 @@ from tiers.base import Moves
 from tiers.nvme.carry import MAX_RUN_SLOTS
 from tiers.nvme.trailer import TRAILER_BYTES
 
-__all__ = ["cut", "runs"]
+__all__ = ["cut", "is_piece", "runs"]
 
 _MAX_PIECE_BYTES = (4 << 20) + (64 << 10)
 """Two slots of 2 MiB with their trailers. At half of it a disk of 4.6 GB/s was written at 0.77 to 0.9 of a plain loop
@@ -38,7 +38,7 @@ def cut(moves: Moves, threads: int) -> list[Moves]:
     share = -(-len(moves) // threads)
     bounds: list[list[int]] = []
     for begin, end in zip(begins, [*begins[1:], len(moves)], strict=True):
-        most = max(1, min(MAX_RUN_SLOTS, _MAX_PIECE_BYTES // int(strides[begin])))
+        most = _most(int(strides[begin]))
         if alikes[begin] and end - bounds[-1][0] <= min(most, share):
             bounds[-1][1] = end
         else:
@@ -46,8 +46,25 @@ def cut(moves: Moves, threads: int) -> list[Moves]:
     return [moves[begin:end] for begin, end in bounds]
 
 
+def is_piece(moves: Moves) -> bool:
+    """Whether `moves` are what `cut` made, so that there is nothing to cut."""
+    if len(moves) <= 1:
+        return len(moves) == 1
+    length = int(moves["length"][0])
+    if len(moves) > _most(length + TRAILER_BYTES):
+        return False
+    alike = all(len(set(moves[name].tolist())) == 1 for name in ("kind", "nvme_extent", "length"))
+    offsets = moves["nvme_offset"].tolist()
+    return alike and offsets == sorted(offsets)
+
+
 def runs(piece: Moves) -> int:
     """How many calls a piece takes: one for each run of neighbours."""
     offsets = piece["nvme_offset"]
     strides = piece["length"][:-1].astype(np.uint64) + np.uint64(TRAILER_BYTES)
     return 1 + int((offsets[1:] != offsets[:-1] + strides).sum())
+
+
+def _most(stride: int) -> int:
+    """Slots of a piece."""
+    return max(1, min(MAX_RUN_SLOTS, _MAX_PIECE_BYTES // stride))

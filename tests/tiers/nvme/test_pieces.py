@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.moves import MoveKind
 from kvstore.wire.packed import MOVE
 from tiers.base import Moves
-from tiers.nvme.pieces import cut
+from tiers.nvme.pieces import cut, is_piece
 
 LENGTH = 256 << 10
 STRIDE = LENGTH + 4096
@@ -70,7 +70,10 @@ def test_nothing_is_lost_and_a_piece_is_of_one_kind(
     moves["id"] = np.arange(len(moves))
     pieces = cut(moves, threads)
     assert sorted(int(at) for piece in pieces for at in piece["id"]) == list(range(len(moves)))
+    alone = cut(moves, 1)
+    assert is_piece(moves) == (len(alone) == 1 and np.array_equal(alone[0], moves)), "of one thread"
     for piece in pieces:
+        assert is_piece(piece)
         assert all(len(np.unique(piece[name])) == 1 for name in ("kind", "nvme_extent", "length"))
         assert (np.diff(piece["nvme_offset"].astype(np.int64)) >= 0).all()
     kinds = [int(piece["kind"][0]) for piece in pieces]
