@@ -72,7 +72,12 @@ class Session:
         self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group)
         memory = self._attachment.memory
         targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0, memory.free_pages())
-        self._state = SessionState(memory.tables.columns.shape, self._attachment.max_message_blocks, targets)
+        self._state = SessionState(
+            memory.tables.columns.shape,
+            self._attachment.max_message_blocks,
+            targets,
+            seals=Tier.DRAM if device is None else Tier.HBM,
+        )
         self._stream = Stream(rpc, self._state, self._attachment)
         self._stream.start()
 

@@ -23,7 +23,7 @@ from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant, given
 from kvstore.client.outbox import Cancel, Outbox, Prefetch, Step, StepBuffer
 from kvstore.errors import Aborted, ResourceExhausted, Unavailable
-from kvstore.layout import TableShape
+from kvstore.layout import TableShape, Tier
 from kvstore.moves import Grant
 from kvstore.wire.packed import u8_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -83,12 +83,16 @@ class Listener:
 class SessionState:
     """See the module. `sendable` wakes whoever composes messages, `news` whoever waits for answers."""
 
-    def __init__(self, shape: TableShape, max_message_blocks: int, targets: Targets) -> None:
+    def __init__(
+        self, shape: TableShape, max_message_blocks: int, targets: Targets, *, seals: Tier = Tier.HBM
+    ) -> None:
+        """`seals`: whose slots are sealed; DRAM's where the session owns no HBM."""
         self.lock = threading.Lock()
         self.sendable = threading.Condition(self.lock)
         self.news = threading.Condition(self.lock)
         self.hbm = HeldSlots(shape.hbm_slots)
         self.dram = HeldSlots(shape.dram_slots)
+        self._sealed = self.hbm if seals is Tier.HBM else self.dram
         self.listener = Listener()
         self.max_message_blocks = max_message_blocks
         self.sent_messages = 0
@@ -300,9 +304,9 @@ class SessionState:
                 if isinstance(item, PendingGrant):
                     item.fail(Aborted(why, retry_after_s=0.1))
                 elif isinstance(item, Step):
-                    self.hbm.drop(item.seals["slot"])
+                    self._sealed.drop(item.seals["slot"])
             for seals in self._buffer.seals:
-                self.hbm.drop(seals["slot"])
+                self._sealed.drop(seals["slot"])
             self._buffer = StepBuffer()
             every = np.flatnonzero(self.hbm.held).astype(np.uint32), np.flatnonzero(self.dram.held)
             lost = Lost(
@@ -385,7 +389,7 @@ class SessionState:
         with self.lock:
             if type(self.listener) is Listener:  # nobody else was told
                 self._events.append(result)
-            if self.hbm.drop(item.seals["slot"]):
+            if self._sealed.drop(item.seals["slot"]):
                 self._outbox.step_due()
                 self.sendable.notify()
             self._announce()
@@ -399,7 +403,7 @@ class SessionState:
                 item.fail(error)
             elif isinstance(item, Step):
                 _LOG.error("the daemon refused a step: %s", error)
-                self.hbm.drop(item.seals["slot"])
+                self._sealed.drop(item.seals["slot"])
             self._announce()
 
     # ------------------------------------------------------------ under the lock
@@ -413,7 +417,7 @@ class SessionState:
         dropped_dram: NDArray[np.uint32],
     ) -> None:
         # What was lost meanwhile (the session is gone) is not reported: nobody would answer.
-        seals = seals[self.hbm.held[seals["slot"]]]
+        seals = seals[self._sealed.held[seals["slot"]]]
         loads = loads[self.hbm.held[loads["target"]]]
         stores = stores[self.dram.held[stores["target"]]]
         for part, buffer in (
@@ -423,7 +427,7 @@ class SessionState:
         ):
             if len(part):
                 buffer.append(part)
-        self.hbm.share(seals["slot"])  # until answered: a slot is never released under its seal
+        self._sealed.share(seals["slot"])  # until answered: a slot is never released under its seal
         self.hbm.drop(dropped_hbm)
         self.dram.drop(dropped_dram)
 

@@ -16,6 +16,7 @@ from kvstore.daemon.owner import Owner
 from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
 from kvstore.identity import KEY_BYTES
 from kvstore.layout import NONE, Columns, State, Tier, states
+from kvstore.transfer.plan import DIGEST_BYTES, handle_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Transfers"]
@@ -36,8 +37,9 @@ class Transfers:
     async def namespaces(self, _request: pb.NamespacesRequest) -> pb.NamespacesReply:
         """Every namespace that has blocks, or whose parts are known."""
         counts = await asyncio.to_thread(_counts, self._columns)
-        known = self._namespaces.by_row_digest()
-        names = {digest.tobytes(): handle for handle, digest in enumerate(self._columns.namespace_digest)}
+        known = {digest[:DIGEST_BYTES]: each for digest, each in self._namespaces.by_row_digest().items()}
+        short = self._columns.namespace_digest[:, :DIGEST_BYTES]
+        names = {digest.tobytes(): handle for handle, digest in enumerate(short)}
         told = []
         for digest in sorted({*known, *(name for name in names if any(name))}):
             handle = names.get(digest)
@@ -130,8 +132,8 @@ def _counts(columns: Columns) -> NDArray[np.int64]:
 
 def _blocks_of(columns: Columns, digest: bytes) -> int:
     """Blocks of the namespace that the tables call so. O(rows)."""
-    handles = np.flatnonzero((columns.namespace_digest == np.frombuffer(digest, dtype=np.uint8)).all(axis=1))
-    if not len(handles):
+    handle = handle_of(columns, digest)
+    if handle is None:
         return 0
-    used = (columns.namespace == handles[0]) & (states(columns.state) != State.FREE)
+    used = (columns.namespace == handle) & (states(columns.state) != State.FREE)
     return int(np.count_nonzero(used))

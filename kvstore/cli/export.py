@@ -1,0 +1,63 @@
+"""Write a namespace's blocks into one file, for another machine; the service goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.admin import call_admin, open_client
+from kvstore.cli.namespaces import ask, choose
+from kvstore.cli.progress import showing
+from kvstore.errors import AlreadyExists, KvstoreError
+from kvstore.transfer.export import Exported, export_namespace
+from kvstore.units import format_count, format_duration, format_size
+
+__all__ = ["export"]
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    *,
+    namespace: Annotated[
+        str,
+        typer.Option(help="Model, or the first digits of a namespace, as `kvstore namespaces` shows them."),
+    ],
+    tenant: Annotated[str | None, typer.Option(help="Only namespaces of this tenant.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Export a namespace into a file."""
+    if file.exists() and not force:
+        raise AlreadyExists(f"{file} exists: choose another name, or overwrite it with --force")
+    info = choose(ask(socket), namespace, tenant)
+    admin = functools.partial(call_admin, socket)
+    with open_client(socket) as client, showing("exporting") as progress:
+        try:
+            done = asyncio.run(export_namespace(client, admin, info, file, progress=progress))
+        except OSError as error:
+            raise KvstoreError(f"cannot write {file}: {error.strerror}") from error
+    if as_json:
+        print(json.dumps({"file": str(file), "namespace": info.digest.hex(), **asdict(done)}))
+    else:
+        _show(file, done)
+
+
+def _show(file: Path, done: Exported) -> None:
+    print(
+        f"{format_count(done.blocks)} blocks of {format_size(done.slot_bytes)} in {file}, "
+        f"{format_size(done.file_bytes)}, in {format_duration(round(done.seconds))}"
+    )
+    for count, what in (
+        (done.gone, "left the service before they were read"),
+        (done.hbm_only, "are in HBM alone, where only their engine can read them"),
+        (done.other_size, "have another size, and were left out"),
+    ):
+        if count:
+            print(f"{format_count(count)} blocks {what}")

@@ -1,0 +1,205 @@
+"""Exports a namespace of a running service into one file, without holding, moving or asking for a block.
+
+Memory: two batches of at most 16 MiB each and their packed copies, 64 MiB in all, and the mapped tables. The file is
+written under another name and renamed when it is complete and on the medium; what a killed export leaves is a file
+that was cut short, and can be imported as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+import numpy as np
+
+from kvstore.client import Client, Targets
+from kvstore.errors import FailedPrecondition, NotFound
+from kvstore.geometry import Geometry, LayerGroup
+from kvstore.layout import NONE, Columns, Tier
+from kvstore.transfer.archive import Header, RunningDigest, pack_end, pack_header
+from kvstore.transfer.plan import Planned, handle_of, plan
+from kvstore.transfer.source import Batch, SlabPlace, Source
+from kvstore.wire.v1 import kvstore_pb2 as pb
+
+__all__ = ["Exported", "export_namespace", "geometry_of", "unfinished"]
+
+_BATCH_BYTES = 16 << 20
+_BATCH_BLOCKS = 4096
+_PAGE = LayerGroup(layers=1, kv_heads=1, head_dim=512, block_tokens=1)  # of float32, 4 KiB
+
+Admin = Callable[[str, Any], Any]
+"""One call of service Admin: method and request."""
+Progress = Callable[[int, int], None]
+"""Told of blocks done and blocks in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export did, in blocks."""
+
+    blocks: int
+    gone: int
+    """Left the store before they were read."""
+    hbm_only: int
+    """Only in HBM, which nobody but its engine can read: written through, they would have been in DRAM."""
+    other_size: int
+    """Of a namespace with blocks of several sizes, those that are not of the most common one."""
+    slot_bytes: int
+    file_bytes: int
+    seconds: float
+
+
+def geometry_of(slot_bytes: int) -> Geometry:
+    """Some geometry with slots of this size: moving blocks needs no other knowledge of them."""
+    layers = slot_bytes // (2 * _PAGE.head_dim * 4)
+    group = LayerGroup(layers=layers, kv_heads=1, head_dim=_PAGE.head_dim, block_tokens=1)
+    return Geometry(groups=(group,), dtype="float32")
+
+
+def unfinished(file: Path) -> Path:
+    """Where an export is written until it is complete."""
+    return file.with_name(f"{file.name}.part")
+
+
+async def export_namespace(
+    client: Client, admin: Admin, info: pb.NamespaceInfo, file: Path, *, progress: Progress
+) -> Exported:
+    """Writes the namespace that `info` (of the call Namespaces) describes.
+
+    Raises NotFound where it has no blocks, FailedPrecondition where its parts are not known, OSError of the file.
+    """
+    if not info.parts:
+        raise FailedPrecondition(
+            "no engine has opened this namespace since its parts are remembered: attach its engine once"
+        )
+    began_s = time.monotonic()
+    slabs = await asyncio.to_thread(_slabs, admin)
+    geometry = geometry_of(4096)
+    targets = Targets(credit=0, room=0)
+    session = await asyncio.to_thread(client.attach, "export", geometry, None, targets=targets)
+    try:
+        columns = session.tables.tables.columns
+        handle = handle_of(columns, info.digest)
+        planned = None if handle is None else await asyncio.to_thread(plan, columns, handle)
+        if planned is None or not len(planned):
+            raise NotFound("this namespace has no blocks")
+        sizes = _sizes(columns, planned)
+        slot_bytes = int(np.bincount(sizes // 4096).argmax()) * 4096
+        if not slot_bytes:
+            raise FailedPrecondition(
+                "every block of this namespace is in HBM alone, where only its engine reads"
+            )
+        source = Source(columns, session.dram, slabs, namespace_digest=info.digest, slot_bytes=slot_bytes)
+        try:
+            writer = _Writer(file, source, planned, progress)
+            header = Header(
+                parts={part.tag: part.value for part in info.parts},
+                key=info.key,
+                slot_bytes=slot_bytes,
+                planned_blocks=len(planned),
+                created_ms=time.time_ns() // 1_000_000,
+            )
+            done = await writer.write(header)
+        finally:
+            source.close()
+    finally:
+        await asyncio.to_thread(session.close)
+    other = int(np.count_nonzero((sizes != slot_bytes) & (sizes != 0)))
+    return Exported(
+        blocks=done.blocks,
+        gone=max(0, done.gone - other),
+        hbm_only=done.hbm_only,
+        other_size=min(other, done.gone),
+        slot_bytes=slot_bytes,
+        file_bytes=done.file_bytes,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+def _slabs(admin: Admin) -> dict[int, SlabPlace]:
+    reply: pb.SlabsReply = admin("Slabs", pb.SlabsRequest())
+    return {
+        slab.extent: SlabPlace(directory=Path(slab.directory), number=slab.number, slot_bytes=slab.slot_bytes)
+        for slab in reply.slabs
+    }
+
+
+def _sizes(columns: Columns, planned: Planned) -> np.typing.NDArray[np.int64]:
+    """[n] slot size of each block, by the copy in DRAM or else on disk; 0 where only HBM has it."""
+    sizes = np.zeros(len(planned), dtype=np.int64)
+    for tier, column in ((Tier.NVME, columns.nvme), (Tier.DRAM, columns.dram)):
+        slots = column[planned.rows]
+        there = slots != NONE
+        extents = columns.pool(tier).extent[slots[there]]
+        sizes[there] = columns.extent_slot_bytes[extents].astype(np.int64)
+    return sizes
+
+
+@dataclass(slots=True)
+class _Done:
+    blocks: int = 0
+    gone: int = 0
+    hbm_only: int = 0
+    file_bytes: int = 0
+
+
+class _Writer:
+    """Reads one batch in a thread while the last one is written."""
+
+    def __init__(self, file: Path, source: Source, planned: Planned, progress: Progress) -> None:
+        self._file = file
+        self._source = source
+        self._planned = planned
+        self._progress = progress
+
+    async def write(self, header: Header) -> _Done:
+        part = unfinished(self._file)
+        done, digest = _Done(), RunningDigest()
+        async with aiofiles.open(part, "wb", opener=_private) as out, self._batches(header) as batches:
+            done.file_bytes += await out.write(pack_header(header))
+            async for batch in batches:
+                for head in batch.heads:
+                    digest.add(head)
+                done.file_bytes += await out.write(batch.packed)
+                done.blocks += len(batch.heads)
+                done.gone += batch.gone
+                done.hbm_only += batch.hbm_only
+                self._progress(done.blocks + done.gone + done.hbm_only, len(self._planned))
+            done.file_bytes += await out.write(pack_end(digest.end()))
+            await out.flush()
+            await asyncio.to_thread(os.fsync, out.fileno())
+        part.rename(self._file)
+        return done
+
+    @asynccontextmanager
+    async def _batches(self, header: Header) -> AsyncIterator[AsyncIterator[Batch]]:
+        step = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // header.slot_bytes))
+        reading: deque[asyncio.Task[Batch]] = deque()
+
+        async def ahead() -> AsyncIterator[Batch]:
+            for begin in range(0, len(self._planned), step):
+                part = self._planned.part(begin, begin + step)
+                reading.append(asyncio.create_task(asyncio.to_thread(self._source.read, part)))
+                if len(reading) > 1:
+                    yield await reading.popleft()
+            while reading:
+                yield await reading.popleft()
+
+        try:
+            yield ahead()
+        finally:
+            if reading:  # threads end before the files that they read are closed
+                await asyncio.wait(reading)
+
+
+def _private(path: str, flags: int) -> int:
+    """Blocks are plaintext prompts, and the header has the key that finds them."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
