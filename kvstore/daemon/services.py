@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from kvstore.daemon.admin import Admin
+from kvstore.daemon.handlers import service_handlers
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import Context, answer
 from kvstore.daemon.sockets import admin_path
@@ -21,7 +22,8 @@ from kvstore.daemon.stream import SessionStreams
 from kvstore.daemon.transfers import Transfers
 from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError
-from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire.v1 import health_pb2
+from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Services"]
 
@@ -49,14 +51,8 @@ _ADMIN_CALLS = {
 
 _TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs": "slabs"}
 
+_SERVICES = pb.DESCRIPTOR.services_by_name
 _Handler = Callable[[Any, Context], Awaitable[Any]]
-
-
-class _Servicer:
-    """Methods by their names in the protocol, as gRPC's registration looks them up."""
-
-    def __init__(self, handlers: dict[str, Any]) -> None:
-        self.__dict__.update(handlers)
 
 
 class Services:
@@ -74,8 +70,9 @@ class Services:
         }
         handlers["Flush"] = self._unary(unary.flush, limits.flush_deadline_s + limits.call_deadline_s)
         handlers["Session"] = streams.serve
-        self._kvstore = _Servicer(handlers)
-        self._admin = _Servicer(
+        self._kvstore = service_handlers(_SERVICES["Kvstore"], handlers)
+        self._admin = service_handlers(
+            _SERVICES["Admin"],
             {
                 name: self._unary(getattr(admin, method), limits.call_deadline_s)
                 for name, method in _ADMIN_CALLS.items()
@@ -83,9 +80,12 @@ class Services:
             | {
                 name: self._unary(getattr(transfers, method), limits.call_deadline_s)
                 for name, method in _TRANSFER_CALLS.items()
-            }
+            },
         )
-        self._health = _Servicer({"Check": self._check, "Watch": self._watch})
+        self._health = service_handlers(
+            health_pb2.DESCRIPTOR.services_by_name["Health"],
+            {"Check": self._check, "Watch": self._watch},
+        )
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class Services:
                 _listen(main, self._config.tcp, "tcp")
             if not private:
                 only_admin = grpc.aio.server(options=self._options())
-                kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, only_admin)
+                only_admin.add_generic_rpc_handlers((self._admin,))
                 _listen(only_admin, f"unix:{admin_path(self._config.socket)}", "socket")
                 self._servers.append(only_admin)
         finally:
@@ -110,10 +110,9 @@ class Services:
 
     def _server(self, *, admin: bool) -> grpc.aio.Server:
         server = grpc.aio.server(options=self._options(), maximum_concurrent_rpcs=_MAX_CALLS)
-        kvstore_pb2_grpc.add_KvstoreServicer_to_server(self._kvstore, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if admin:
-            kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        server.add_generic_rpc_handlers(
+            (self._kvstore, self._health, self._admin) if admin else (self._kvstore, self._health)
+        )
         return server
 
     def _options(self) -> list[tuple[str, int]]:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+from kvstore.daemon.handlers import Malformed
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import Context, abort, stream_error
@@ -53,7 +54,7 @@ class SessionStreams:
             "cancel": self._cancel,
         }
 
-    async def serve(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> None:
+    async def serve(self, requests: AsyncIterator[pb.ClientMessage | Malformed], context: Context) -> None:
         """One stream from its first to its last message."""
         outbox = Outbox(
             max_messages=self._limits.session_queue_messages,
@@ -125,12 +126,15 @@ class SessionStreams:
             await context.write(await outbox.take())
 
     async def _read(
-        self, session: Session, outbox: Outbox, requests: AsyncIterator[pb.ClientMessage]
+        self, session: Session, outbox: Outbox, requests: AsyncIterator[pb.ClientMessage | Malformed]
     ) -> None:
         newest = 0
         async for message in requests:
             if session.outbox is not outbox:
                 # Resumed elsewhere, or ended: what was sent here before must not undo what was granted since.
+                return
+            if isinstance(message, Malformed):
+                outbox.fail(message.error)
                 return
             newest = self.take(session, message, newest)
 
