@@ -309,8 +309,13 @@ class Daemon:
         for session in self._owner.sessions.values():
             session.post(draining=pb.Draining(deadline_ms=round(deadline_s * 1000)))
         if self._config.nvme:
-            durable, left = await self._movers.drain(deadline_s)
-            _LOG.info("flushed", durable=durable, left=left)
+            flushed = await self._movers.drain(deadline_s)
+            _LOG.info(
+                "flushed",
+                durable=flushed.durable_blocks,
+                left=flushed.pending_blocks,
+                unfit=flushed.unfit_blocks,
+            )
         self._descriptors.close()
         self._devices.close()
         if self._metrics is not None:

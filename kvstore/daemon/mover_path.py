@@ -3,8 +3,8 @@
 A write counts for the store once its bytes are on the medium (`Durability.COMMIT`: after the mover's fdatasync), and
 is then entered into the durable index by a group commit in a thread, at most every 20 ms. Reads count at once. A mover
 that dies fails all that it had, after its pidfd has fired; another is started. One that answers nothing for long is
-killed; while the disk holds on to it the path is out of service and everything else goes on. A disk that fails all
-that it is given is paused by the store (`kvstore.health`), and said here once. Owner loop only.
+killed; long before that the store is told that it hangs (`kvstore.paths`), and everything else goes on. A disk that
+fails all that it is given is paused by the store (`kvstore.health`). Owner loop only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.nvme import OpenPath, SlabTable
+from kvstore.daemon.outstanding import Outstanding
 from kvstore.daemon.owner import Owner
+from kvstore.daemon.path_slabs import PathSlabs
+from kvstore.daemon.path_voice import PathVoice
+from kvstore.daemon.slab_answers import SlabAnswers
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
-from kvstore.health import RETRY_MS
 from kvstore.layout import Columns, Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
@@ -36,8 +39,11 @@ from kvstore.wire import mover as wire
 __all__ = ["MoverPath", "StartLink"]
 
 _LOG = Log("mover")
-_STALL_WARN_S = 10.0
+_HANGS_S = 3.0
+"""Without any answer: longer than a busy disk ever takes, shorter than a request should wait."""
+_REAP_WARN_S = 10.0
 _STALL_KILL_S = 60.0
+_WATCH_S = 0.5
 _FIRST_DELAY_S = 0.1
 _LAST_DELAY_S = 5.0
 _STEADY_S = 10.0
@@ -83,22 +89,23 @@ class MoverPath:
         self._owner = owner
         self._kept = kept
         self._memory = memory
-        self._columns = columns
-        self._slabs = slabs
         self._link: MoverLink | None = None
         self._announced = False
         """Whether the mover is in the keeper and has every extent: before that nothing may be sent to it."""
-        self._known_slabs: set[int] = set()
         self._waiting_moves: NDArray[np.void] | None = None
-        self._writes = np.empty(0, dtype=np.uint64)  # ids of writes that the mover has
+        self.outstanding = Outstanding()
+        self._hangs = False
         self._written = _Written([], [])
         self._sync_id = 0
         self._flushing: dict[int, asyncio.Future[None]] = {}
         """Syncs that a flush waits for, by id."""
         self._syncing: _Written | None = None
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
-        self._reason = ""
-        """What the mover said last about what failed."""
+        self.voice = PathVoice(owner, number, opened.directory.path)
+        self._slabs = PathSlabs(columns=columns, table=slabs, directory=opened.directory, index=self.index)
+        self._slab_answers = SlabAnswers(
+            owner=owner, columns=columns, table=slabs, index=self.index, voice=self.voice
+        )
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -139,7 +146,7 @@ class MoverPath:
         )
         self._link, self._announced = link, False
         self._ended.clear()
-        self._known_slabs.clear()
+        self._slabs.forget()
         _LOG.info("mover started", path=self.number, pid=link.pid)
 
     def _announce(self) -> None:
@@ -162,10 +169,15 @@ class MoverPath:
         return self._working() is not None
 
     @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not (len(self.outstanding) or self._written.ids or self._syncing)
+
+    @property
     def answers(self) -> bool:
         """Whether it is in service, takes writes, and its disk has not kept it waiting for long."""
         link = self._working()
-        if link is None or link.stalled_s() > _STALL_WARN_S:
+        if link is None or self._hangs:
             return False
         return not self._owner.store.health(self.number).writes.paused
 
@@ -177,22 +189,40 @@ class MoverPath:
     async def _until_ended(self) -> None:
         """Returns when the mover is dying; watches for a disk that hangs."""
         link = self._require_link()
-        topic = f"stall-{self.number}"
         while not self._ended.is_set():
             try:
-                await asyncio.wait_for(self._ended.wait(), 1.0)
+                await asyncio.wait_for(self._ended.wait(), _WATCH_S)
             except TimeoutError:
                 stalled_s = link.stalled_s()
-                if stalled_s > _STALL_WARN_S:
-                    self._owner.warnings[topic] = (
-                        f"nvme path {self.opened.directory.path} has not answered for long"
-                    )
+                if stalled_s > _HANGS_S:
+                    self._disk_hangs()
                 else:
-                    self._owner.warnings.pop(topic, None)
+                    self._disk_answers()
                 if stalled_s > _STALL_KILL_S:
                     _LOG.warning("mover killed: its disk does not answer", path=self.number, pid=link.pid)
+                    self._owner.counters.add("nvme_hung_movers_killed_total")
                     link.kill()
-        self._owner.warnings.pop(topic, None)
+
+    def _disk_hangs(self) -> None:
+        if not self._hangs:
+            self._hangs = True
+            self._owner.store.paths.hangs(self.number)
+            self._owner.counters.add("nvme_hangs_total")
+            folder = self.opened.directory.path
+            self.voice.warn(
+                "stall",
+                f"nvme path {folder} does not answer: nothing is read from it or written to it until it does; look at "
+                "its disk (dmesg, smartctl)",
+            )
+            self._owner.settle_soon()
+
+    def _disk_answers(self) -> None:
+        if self._hangs:
+            self._hangs = False
+            self._owner.store.paths.answers(self.number)
+            self.voice.settled("stall")
+            _LOG.info("path answers again", path=self.number)
+            self._owner.settle_soon()
 
     async def _bury(self) -> None:
         """Waits until the dead mover certainly touches nothing, then fails what it had."""
@@ -208,7 +238,9 @@ class MoverPath:
         self._kept.remove([f"mover-{self.number}"])
         code = link.reap(_REAP_S)
         _LOG.warning("mover ended", path=self.number, code=code)
-        self._writes = self._writes[:0]
+        self.outstanding.lost()
+        self._hangs = False
+        self.voice.settled("stall")
         self._waiting_moves = None
         self._written, self._syncing = _Written([], []), None
         for waiting in self._flushing.values():
@@ -226,7 +258,7 @@ class MoverPath:
         try:
             while not exited.is_set():
                 try:
-                    await asyncio.wait_for(exited.wait(), _STALL_WARN_S)
+                    await asyncio.wait_for(exited.wait(), _REAP_WARN_S)
                 except TimeoutError:
                     link.kill()
                     path = self.opened.directory.path
@@ -272,55 +304,34 @@ class MoverPath:
             link.kill()
         self._update_writer()
 
-    def pump(self) -> None:
-        """Sends as many moves as the mover has room for; commits what is due."""
+    def pump(self, writes: int = 0) -> int:
+        """Sends as many reads as the mover has room for and up to `writes` writes; commits what is due.
+
+        Returns how many writes it has taken.
+        """
         link = self._working()
         if link is None:
             self.index.start()
-            return
+            return 0
+        taken = 0
         while link.room:
             moves = self._waiting_moves
             if moves is None:
-                moves = self._owner.store.take_moves(self.number, link.room)
+                moves = self._owner.store.take_moves(self.number, link.room, writes=writes - taken)
+                taken += int(np.count_nonzero(moves["kind"] == MoveKind.WRITE))
             self._waiting_moves = None
             if not len(moves):
                 break
             self._waiting_moves = moves  # whatever fails in between, they are not lost
-            self._open_slabs(moves, link)
+            self._slabs.open(moves, link)
             sent = link.send_moves(moves) if not link.wants_write else 0
-            self._note_writes(moves[:sent])
+            self.outstanding.sent(moves[:sent], time.monotonic())
             self._waiting_moves = moves[sent:] if sent < len(moves) else None
             if self._waiting_moves is not None:
                 break
         self._update_writer()
         self._sync_or_commit()
-
-    def _note_writes(self, moves: NDArray[np.void]) -> None:
-        writes = moves["id"][moves["kind"] == MoveKind.WRITE]
-        if len(writes):
-            self._writes = np.concatenate((self._writes, writes))
-
-    def _open_slabs(self, moves: NDArray[np.void], link: MoverLink) -> None:
-        """A slab is made, or made anew for another slot size, before the first move that names its extent."""
-        for extent in np.unique(moves["nvme_extent"]).tolist():
-            slot_bytes = int(self._columns.extent_slot_bytes[extent])
-            number = self._slabs.number(extent)
-            if number and self._slabs.slot_bytes(extent) != slot_bytes:
-                # The store cuts an extent anew only when none of its slots is in use, so no move names the old slab.
-                self.index.drop_slab(number)
-                self._send_slab(link, extent, number, self._slabs.slot_bytes(extent))
-                link.send_drop(Tier.NVME, extent)
-                self._known_slabs.discard(extent)
-                number = 0
-            if not number:
-                number = self.opened.directory.new_slab_number()
-                self._slabs.set(extent, number, slot_bytes)
-            self._send_slab(link, extent, number, slot_bytes)
-
-    def _send_slab(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
-        if extent not in self._known_slabs:
-            self._known_slabs.add(extent)
-            link.send_slab(extent, number, int(self._columns.extent_bytes[extent]), slot_bytes)
+        return taken
 
     def _update_writer(self) -> None:
         link = self._working()
@@ -350,7 +361,9 @@ class MoverPath:
 
     def _readable(self) -> None:
         link = self._require_link()
-        for message in link.receive():
+        messages = link.receive()
+        # A slab that failed comes before the moves that failed for it, whose replies stand first.
+        for message in sorted(messages, key=lambda message: not isinstance(message, wire.SlabFailed)):
             self._take(message)
         if link.ended:
             asyncio.get_running_loop().remove_reader(link.fileno())
@@ -364,60 +377,24 @@ class MoverPath:
             case wire.Synced():
                 self._take_synced(message)
             case wire.SlabOpened():
-                self._owner.warnings.pop(f"slab-{self.number}", None)
-                if not message.direct:
-                    _LOG.info("no O_DIRECT here: buffered", path=self.number, extent=message.extent)
+                self._slab_answers.opened(message)
             case wire.SlabFailed():
-                self._known_slabs.discard(message.extent)  # the next move that names it has it tried again
-                self._complain(f"slab-{self.number}", message.text)
+                self._slabs.failed(message.extent)  # the next move that names it has it tried again
+                self._slab_answers.failed(message)
             case wire.Notice():
-                self._reason = message.text
-                log = _LOG.debug if self._pauses else _LOG.warning
-                log("notice", path=self.number, text=message.text)
+                self.voice.notice(message.text)
             case wire.Counts():
                 self.counts = message
             case _:
                 _LOG.debug("message", path=self.number, kind=type(message).__name__)
 
-    @property
-    def _pauses(self) -> bool:
-        """Whether the disk fails all that it is given, which has been said."""
-        return any(topic in self._owner.warnings for topic in self._pause_topics().values())
-
-    def _pause_topics(self) -> dict[str, str]:
-        return {what: f"failing-{what}-{self.number}" for what in ("reads", "writes")}
-
-    def _complain(self, topic: str, text: str) -> None:
-        """A warning in the status, and one line in the log while it stays the same."""
-        self._reason = text
-        if not self._pauses:
-            if self._owner.warnings.get(topic) != text:
-                _LOG.warning("path fails", path=self.number, error=text)
-            self._owner.warnings[topic] = text
-
-    def _say_health(self) -> None:
-        """One line at each change, and a warning while the path is paused: it says all that single ones would."""
-        health = self._owner.store.health(self.number)
-        folder = self.opened.directory.path
-        for what, topic in self._pause_topics().items():
-            paused = (health.reads if what == "reads" else health.writes).paused
-            if paused and topic not in self._owner.warnings:
-                again = f"{what} are paused and tried again every {RETRY_MS // 1000} s"
-                for single in (f"slab-{self.number}", f"sync-{self.number}"):
-                    self._owner.warnings.pop(single, None)
-                self._owner.warnings[topic] = f"nvme path {folder} fails all {what}: {again} ({self._reason})"
-                _LOG.warning("path paused", path=self.number, what=what, error=self._reason)
-            elif not paused and self._owner.warnings.pop(topic, None) is not None:
-                _LOG.info("path resumed", path=self.number, what=what)
-
     def _take_replies(self, replies: NDArray[np.void]) -> None:
         ids, statuses = replies["id"].astype(np.uint64), replies["status"].astype(np.uint8)
-        is_write = np.isin(ids, self._writes)
+        self._disk_answers()
+        is_write = self.outstanding.ended(ids, time.monotonic())
         waits = is_write & (statuses == MoveStatus.OK)
         if self._owner.config.durability is not Durability.COMMIT:
             waits[:] = False
-        if is_write.any():
-            self._writes = self._writes[~np.isin(self._writes, ids)]
         if waits.any():
             self._written.ids.append(ids[waits])
             self._written.statuses.append(statuses[waits])
@@ -429,7 +406,7 @@ class MoverPath:
             self._owner.store.moves_done(
                 now_ms=self._owner.now_ms(), path=self.number, ids=ids, statuses=statuses
             )
-            self._say_health()
+            self.voice.say_health()
             self.index.due()
             self._owner.settle_soon()
 
@@ -445,11 +422,10 @@ class MoverPath:
         if batch is None:
             return
         ids, statuses = np.concatenate(batch.ids), np.concatenate(batch.statuses)
-        topic = f"sync-{self.number}"
         if not synced.text:
-            self._owner.warnings.pop(topic, None)
+            self.voice.settled("sync")
         else:
-            self._complain(topic, f"nvme path {self.opened.directory.path}: {synced.text}")
+            self.voice.complain("sync", f"nvme path {self.opened.directory.path}: {synced.text}")
             statuses = np.full(len(ids), MoveStatus.IO_ERROR, dtype=np.uint8)
         self._done(ids, statuses)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from kvstore.moves import ExtentId, ExtentInfo
 from tiers.nvme.capacity import slab_file_bytes
 from tiers.nvme.cleared import note_cleared, without_cleared
 
-__all__ = ["Movers"]
+__all__ = ["Flushed", "Movers"]
 
 _LOG = Log("movers")
 _RETRY_S = 0.05
@@ -38,7 +40,20 @@ _BUSY_AT_START_S = (
 )
 _OPEN_RETRY_S = 30.0
 _FLUSH_POLL_S = 0.05
+_NOTHING_FITS_S = 2.0  # with every disk well and idle; extents change class in less
 _DRAIN_PATIENCE_S = 1.0  # without a block written, while a path is out of service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushed:
+    """What a flush has come to."""
+
+    durable_blocks: int
+    """On disk now, in all."""
+    pending_blocks: int
+    """Of those to be flushed: not on disk."""
+    unfit_blocks: int = 0
+    """Of the pending: storage has no place for them beside the others."""
 
 
 class Movers:
@@ -194,9 +209,21 @@ class Movers:
     # ------------------------------------------------------------ work
 
     def pump(self) -> None:
-        """Gives every mover what it has room for."""
-        for path in self._paths.values():
+        """Gives every mover its reads, and writes to whichever disk would be through with them first."""
+        paths = list(self._paths.values())
+        if len(paths) == 1:
+            paths[0].pump(paths[0].outstanding.write_room)
+            return
+        for path in paths:
             path.pump()
+        while paths:
+            now_s = time.monotonic()
+            path = min(paths, key=lambda path: path.outstanding.load.wait_s(now_s))
+            ahead = path.outstanding
+            if not path.pump(min(ahead.stripe, ahead.write_room)):
+                paths.remove(
+                    path
+                )  # full, or out of service; or nothing waits, which the others find out as soon
 
     def commit_soon(self) -> None:
         """To be called now and then: what left the tier without a move is forgotten on disk too."""
@@ -234,18 +261,18 @@ class Movers:
                 f"cleared, but {folder} cannot note it, so blocks may come back: {error.strerror}"
             ) from error
 
-    async def flush(self, deadline_s: float) -> tuple[int, int]:
-        """Writes down what is in DRAM alone; (blocks on disk, blocks that did not get there by the deadline).
+    async def flush(self, deadline_s: float) -> Flushed:
+        """Writes down what is in DRAM alone, as far as it fits.
 
         A path that is out of service may come back by the deadline, so it is waited for.
         """
         return await self._write_down(deadline_s, patience_s=deadline_s)
 
-    async def drain(self, deadline_s: float) -> tuple[int, int]:
+    async def drain(self, deadline_s: float) -> Flushed:
         """As `flush`, for the daemon's end: a path that is out of service, or fails all that it writes, is given up."""
         return await self._write_down(deadline_s, patience_s=_DRAIN_PATIENCE_S)
 
-    async def _write_down(self, deadline_s: float, *, patience_s: float) -> tuple[int, int]:
+    async def _write_down(self, deadline_s: float, *, patience_s: float) -> Flushed:
         if not self._owner.config.nvme:
             raise FailedPrecondition("nothing is durable: no NVMe path is configured")
         loop = asyncio.get_running_loop()
@@ -253,6 +280,8 @@ class Movers:
         wanted = self._owner.store.flush()
         self._owner.settle_soon()
         left, moved_s, failed = len(wanted), loop.time(), self._failed()
+        seen, idle_s = left, loop.time()
+        full = False  # storage has no place for any of the rest
         while loop.time() < until_s and (
             (now := self._owner.store.left_of(wanted).coming) or not self._all_open
         ):
@@ -260,6 +289,11 @@ class Movers:
                 left, moved_s, failed = now, loop.time(), self._failed()
             elif self._all_answer and self._failed() == failed:  # slow is not away
                 moved_s = loop.time()
+            if now == seen and self._all_answer and all(path.idle for path in self._paths.values()):
+                if full := loop.time() - idle_s >= _NOTHING_FITS_S:
+                    break
+            else:
+                seen, idle_s = now, loop.time()
             if loop.time() - moved_s >= patience_s:
                 break
             self._owner.settle_soon()
@@ -269,10 +303,11 @@ class Movers:
         if not self._all_answer:
             rest_s = min(rest_s, patience_s)
         done, late = await asyncio.wait(syncs, timeout=rest_s) if syncs else ((), ())
-        left = self._owner.store.left_of(wanted).missing
+        rest = self._owner.store.left_of(wanted)
+        left, unfit = rest.missing, rest.unfit + (rest.coming if full else 0)
         if late or not self._all_open or any(sync.exception() is not None for sync in done):
             left = max(1, left)  # which ones is not known: at least something is not certain
-        return self._durable(), left
+        return Flushed(durable_blocks=self._durable(), pending_blocks=left, unfit_blocks=min(left, unfit))
 
     @property
     def _all_open(self) -> bool:

@@ -158,8 +158,12 @@ class Unary:
         """Everything that is in DRAM now is on disk, or the deadline has passed."""
         limit_s = self._owner.config.limits.flush_deadline_s
         deadline_s = min(request.deadline_ms / 1000 or limit_s, limit_s)
-        durable, pending = await self._movers.flush(deadline_s)
-        return pb.FlushReply(durable_blocks=durable, pending_blocks=pending)
+        flushed = await self._movers.flush(deadline_s)
+        return pb.FlushReply(
+            durable_blocks=flushed.durable_blocks,
+            pending_blocks=flushed.pending_blocks,
+            unfit_blocks=flushed.unfit_blocks,
+        )
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Why a prompt was a miss."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore.config import NvmePath
 from kvstore.units import MIB
 from kvstore.wire.packed import COPY, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.support.daemon import DEADLINE_S, small_config, started, wait_for
+from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
+from tests.support.mounts import tmpfs
 from tests.support.raw_client import RawClient
 
 BLOCKS = 40
@@ -82,3 +86,71 @@ def test_a_service_whose_path_is_paused_ends_soon(place: Path) -> None:
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(DEADLINE_S) == 0, service.tail()
         assert time.monotonic() - began_s < 10.0, "the drain's deadline is 30 s"
+
+
+def test_a_full_file_system_keeps_the_slabs_that_it_has(place: Path) -> None:
+    """Where no other slab could be made all writes to the path were paused, also those into others."""
+    with tmpfs(place / "disk", 128 * MIB) as disk:
+        config = small_config(place, nvme_extent_bytes=4 * MIB)
+        config = replace(config, nvme=(NvmePath(path=str(disk / "kv"), capacity_bytes=64 * MIB),))
+        with started(config) as service:
+            one = RawClient(service.socket).begin()
+            _into_dram(one, range(4 * BLOCKS))
+            wait_for("the first slab", lambda: service.tier("nvme").sealed_slots == BLOCKS)
+            with (disk / "other").open("wb") as other:
+                free = os.statvfs(disk)
+                os.posix_fallocate(other.fileno(), 0, free.f_bavail * free.f_frsize - MIB)
+            for first in range(10, 20):
+                _into_dram(one, range(1000 * first, 1000 * first + 4 * BLOCKS))
+                reply = one.stub.Flush(pb.FlushRequest(deadline_ms=20_000), timeout=DEADLINE_S)
+                assert reply.pending_blocks == reply.unfit_blocks, "DRAM holds more than one slab"
+            (warning,) = service.stats().warnings
+            assert "no space for a slab" in warning
+            assert "older blocks make room instead" in warning
+            counters = service.stats().counters
+            assert counters["nvme_slabs_refused_total"] >= 1
+            assert counters["nvme_pauses_total"] == 0
+            assert counters["evictions_nvme"] > 0
+            assert service.log.read_text().count("path fails") == 1
+            assert len(list((disk / "kv").glob("slab-*"))) == 1
+            assert service.faults() == []
+            one.close()
+
+
+def test_a_hung_disk_is_a_miss_soon_and_the_other_disk_goes_on(place: Path) -> None:
+    """For a minute every request that hit a disk without an answer waited for it."""
+    paths = tuple(NvmePath(path=str(place / name), capacity_bytes=64 * MIB) for name in ("a", "b"))
+    with started(replace(small_config(place, dram_bytes=16 * MIB), nvme=paths)) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        chains = [_into_dram(one, range(10_000 * n, 10_000 * n + 4 * BLOCKS)) for n in range(1, 5)]
+        flushed = one.stub.Flush(pb.FlushRequest(deadline_ms=20_000), timeout=DEADLINE_S)
+        assert flushed.durable_blocks == 4 * BLOCKS
+        sizes = [sum(file.stat().st_blocks for file in (place / name).glob("slab-*")) for name in ("a", "b")]
+        assert all(sizes), "both disks have some"
+        stopped = service.mover_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            more = _into_dram(one, range(90_000, 90_000 + 4 * BLOCKS))
+            wait_for("the warning", lambda: "does not answer" in " ".join(service.stats().warnings))
+            began_s = time.monotonic()
+            evict_memory(service, one)
+            outcomes = [one.acquire(hashes, lease=40 + n).outcomes for n, hashes in enumerate(chains)]
+            assert time.monotonic() - began_s < 5.0
+            assert any(pb.OUTCOME_MISS in told for told in outcomes)
+            _into_dram(one, range(95_000, 95_000 + 4 * BLOCKS))
+            assert service.stats().counters["nvme_hangs_total"] == 1
+            assert len(more) == BLOCKS
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        wait_for("no warning", lambda: not service.stats().warnings)
+        flushed = one.stub.Flush(pb.FlushRequest(deadline_ms=20_000), timeout=DEADLINE_S)
+        assert flushed.pending_blocks == 0
+        assert service.faults() == []
+        assert "path answers again" in service.log.read_text() or service.config.log_level != "info"
+        one.close()
+
+
+def evict_memory(service: Service, one: RawClient) -> None:
+    """Has DRAM and HBM hold other things, as far as these small tiers allow."""
+    for first in range(200_000, 200_000 + 40 * 1000, 1000):
+        _into_dram(one, range(first, first + 4 * BLOCKS))

@@ -1,0 +1,73 @@
+"""Which slabs the mover of a path has open: opened before the first move that names them, deleted when too many.
+
+Owner loop only; what it says to the mover is answered later, and moves may follow at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.daemon.index_writer import IndexWriter
+from kvstore.daemon.nvme import SlabTable
+from kvstore.layout import Columns, Tier
+from kvstore.mover_link import MoverLink
+from tiers.nvme.directory import NvmeDirectory
+from tiers.nvme.slab import SlabFile
+
+__all__ = ["PathSlabs"]
+
+
+class PathSlabs:
+    """What one mover was told of slabs."""
+
+    def __init__(
+        self, *, columns: Columns, table: SlabTable, directory: NvmeDirectory, index: IndexWriter
+    ) -> None:
+        self._columns = columns
+        self._table = table
+        self._directory = directory
+        self._index = index
+        self._known: set[int] = set()
+        self._doomed: set[int] = set()
+        """Numbers of slabs that it was told to delete."""
+
+    def forget(self) -> None:
+        """There is another mover, which knows none."""
+        self._known.clear()
+        self._doomed.clear()
+
+    def failed(self, extent: int) -> None:
+        """The extent's slab is not open: the next move that names it has it tried again."""
+        self._known.discard(extent)
+
+    def open(self, moves: NDArray[np.void], link: MoverLink) -> None:
+        """A slab is made, or made anew for another slot size, before the first move that names its extent."""
+        for extent in np.unique(moves["nvme_extent"]).tolist():
+            slot_bytes = int(self._columns.extent_slot_bytes[extent])
+            number = self._table.number(extent)
+            if number and self._table.slot_bytes(extent) != slot_bytes:
+                # The store cuts an extent anew only when none of its slots is in use, so no move names the old slab.
+                self._index.drop_slab(number)
+                self._send(link, extent, number, self._table.slot_bytes(extent))
+                link.send_drop(Tier.NVME, extent)
+                self._known.discard(extent)
+                number = 0
+            if not number:
+                number = self._directory.new_slab_number()
+                self._table.set(extent, number, slot_bytes)
+            self._send(link, extent, number, slot_bytes)
+
+    def _send(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
+        if extent not in self._known:
+            self._known.add(extent)
+            link.send_slab(extent, number, int(self._columns.extent_bytes[extent]), slot_bytes)
+
+    def delete(self, extent: int, file: SlabFile, link: MoverLink) -> None:
+        """Has the mover delete a slab that was the extent's, and is no extent's any more. Raises ResourceExhausted."""
+        if file.number in self._doomed:
+            return
+        link.send_slab(extent, file.number, file.nbytes, file.slot_bytes)
+        link.send_drop(Tier.NVME, extent)
+        self._doomed.add(file.number)
+        self._known.discard(extent)
