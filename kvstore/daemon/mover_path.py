@@ -207,21 +207,14 @@ class MoverPath:
         if not self._hangs:
             self._hangs = True
             self._owner.store.paths.hangs(self.number)
-            self._owner.counters.add("nvme_hangs_total")
-            folder = self.opened.directory.path
-            self.voice.warn(
-                "stall",
-                f"nvme path {folder} does not answer: nothing is read from it or written to it until it does; look at "
-                "its disk (dmesg, smartctl)",
-            )
+            self.voice.say_hangs()
             self._owner.settle_soon()
 
     def _disk_answers(self) -> None:
         if self._hangs:
             self._hangs = False
             self._owner.store.paths.answers(self.number)
-            self.voice.settled("stall")
-            _LOG.info("path answers again", path=self.number)
+            self.voice.say_answers()
             self._owner.settle_soon()
 
     async def _bury(self) -> None:

@@ -51,6 +51,17 @@ class PathVoice:
         """It is well again; whether there was anything to settle."""
         return self._owner.warnings.pop(self._topic(what), None) is not None
 
+    def say_hangs(self) -> None:
+        """Its disk has not answered for long."""
+        self._owner.counters.add("nvme_hangs_total")
+        advice = "nothing is read from it or written to it until it does; look at its disk (dmesg, smartctl)"
+        self.warn("stall", f"nvme path {self.folder} does not answer: {advice}")
+
+    def say_answers(self) -> None:
+        """Its disk answers again."""
+        self.settled("stall")
+        _LOG.info("path answers again", path=self.number)
+
     def say_health(self) -> None:
         """One line when the path's disk is paused and one when it is not any more."""
         health = self._owner.store.health(self.number)
