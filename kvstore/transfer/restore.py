@@ -7,6 +7,7 @@ import that was killed is simply run again. Memory: two batches of at most 16 Mi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -42,8 +43,9 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["Imported", "check_file", "import_file"]
 
 _BATCH_BYTES = 16 << 20
-_BATCH_BLOCKS = 1024  # as much room as a session is given ahead
+_BATCH_BLOCKS = 4096
 _FLUSH_S = 60.0
+_TOUCH_S = 5.0
 _USABLE = 0.9  # of a tier: what is beyond would put out what came first
 
 Progress = Callable[[int, int], None]
@@ -165,7 +167,7 @@ async def import_file(
             "import",
             geometry_of(header.slot_bytes),
             None,
-            targets=Targets(credit=0, room=_blocks_a_batch(header)),
+            targets=Targets(credit=0, room=room.ahead(header.slot_bytes)),
         )
         try:
             namespace = await asyncio.to_thread(session.open_namespace, header.parts)
@@ -199,14 +201,19 @@ class _Room:
     usable_bytes: int
     window_bytes: int
     """Between two flushes; 0 without a disk."""
+    dram_bytes: int
+
+    def ahead(self, slot_bytes: int) -> int:
+        """Slots to have in hand: few, since each puts something out where DRAM is full."""
+        return max(4, min(256, self.dram_bytes // 32 // slot_bytes))
 
 
 def _room(stats: pb.StatsReply) -> _Room:
     tiers = {tier.tier: tier for tier in stats.tiers}
     disk, dram = tiers["nvme"].capacity_bytes, tiers["dram"].capacity_bytes
     if disk:
-        return _Room(usable_bytes=int(disk * _USABLE), window_bytes=max(1, dram // 4))
-    return _Room(usable_bytes=int(dram * _USABLE), window_bytes=0)
+        return _Room(usable_bytes=int(disk * _USABLE), window_bytes=max(1, dram // 4), dram_bytes=dram)
+    return _Room(usable_bytes=int(dram * _USABLE), window_bytes=0, dram_bytes=dram)
 
 
 class _Taking:
@@ -222,6 +229,8 @@ class _Taking:
         self._room = room
         self._sealer = Sealer(session, namespace)
         self._unflushed = 0
+        self._taken: list[NDArray[np.uint64]] = []
+        """Hashes of each batch."""
 
     async def take(self, opened: _File, progress: Progress) -> Imported:
         found = Imported()
@@ -238,6 +247,7 @@ class _Taking:
             await self._store(fitting, found)
             progress(found.stored + found.known + found.damaged + found.no_room, opened.records)
         await self._flush(found)
+        await asyncio.to_thread(self._touch)
         await opened.judge(found)
         return found
 
@@ -252,9 +262,17 @@ class _Taking:
         known &= tables.columns.namespace[safe] == self._namespace.handle
         return known
 
+    def _touch(self) -> None:
+        """What came first was used last where it came from: without this it would be the first to go."""
+        for hashes in reversed(self._taken):
+            with contextlib.suppress(KvstoreError):  # only recency is lost
+                self._session.acquire(self._namespace, 1, hashes, first=len(hashes)).result(_TOUCH_S)
+
     async def _store(self, blocks: list[_Block], found: Imported) -> None:
         if not blocks:
             return
+        packed = b"".join(block.head.hash for block in blocks)
+        self._taken.append(np.frombuffer(packed, dtype="<u8").reshape(-1, 2))
         pairs = [(block.head, block.payload) for block in blocks]
         sealed = await asyncio.to_thread(self._sealer.seal, pairs)
         found.stored += sealed

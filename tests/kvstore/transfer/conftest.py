@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvstore.transfer.archive import BlockHead, payload_checksum
 from kvstore.transfer.export import geometry_of
 from kvstore.transfer.sealer import Sealer
 from tests.support.blocks import block_bytes, expected
-from tests.support.daemon import Service
+from tests.support.daemon import DEADLINE_S, Service
 
 SLOT_BYTES = 16_384
 TOKENS = 1  # `geometry_of` has blocks of one token
@@ -69,15 +70,15 @@ class Engine:
 
     def served(self, hashes: NDArray[np.uint64]) -> int:
         """Leading blocks that are served; each must be what was stored."""
-        for lease in range(1, 100):
-            pending = self.session.acquire(self.namespace, lease, hashes)
+        until_s = time.monotonic() + DEADLINE_S
+        while True:
+            pending = self.session.acquire(self.namespace, 1, hashes)
             grant = pending.result(10.0)
-            if Outcome.PROMOTING not in grant.outcomes:
+            if Outcome.PROMOTING not in grant.outcomes or time.monotonic() > until_s:
                 break
             pending.abandon()
             self.session.step()
-            self.session.wait(1.0)
-            self.session.poll()
+            time.sleep(0.02)
         hits = grant.outcomes == Outcome.HIT_DRAM
         run = len(hits) if hits.all() else int(hits.argmin())
         for block, slot in zip(hashes[:run], grant.dram_slots[:run].tolist(), strict=True):
@@ -91,7 +92,7 @@ class Engine:
 def engine(service: Service, wanted: dict[str, bytes]) -> Iterator[Engine]:
     """An engine that is attached for the length of the block."""
     with connect(service.socket) as client:
-        targets = Targets(credit=0, room=256)
+        targets = Targets(credit=0, room=64)
         with client.attach("engine", geometry_of(SLOT_BYTES), None, targets=targets) as session:
             yield Engine(client, session, session.open_namespace(wanted))
 
