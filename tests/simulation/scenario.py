@@ -1,0 +1,408 @@
+"""A machine with its engines and its oracle: runs, dies at random points, comes back, and is judged.
+
+`Scenario.run` is the trunk: one history in which deaths follow each other. At operations of the disk it also looks
+aside: of the disk as it is at that moment a copy loses its power (or only its processes), is recovered by the real
+code, and every block that was found is read. An aside costs no history, so thousands of them fit where tens of
+restarts would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import KvstoreError
+from kvstore.moves import MoveStatus
+from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.simulation.clients import Clients
+from tests.simulation.machine import FOLDER, Death, Machine, Shape, Wrong, recover_on
+from tests.simulation.oracle import Key, Place, check_memory, in_dram, known, places, read_records
+from tiers.nvme.slab import list_slabs
+
+_ALL_NAMESPACES = 0xFFFFFFFF
+_OPENING_STEPS = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a scenario does."""
+
+    shape: Shape
+    deaths: tuple[tuple[Death, float], ...] = (
+        (Death.MOVER, 1.0),
+        (Death.DAEMON, 2.0),
+        (Death.EVERYTHING, 1.0),
+        (Death.POWER, 3.0),
+    )
+    """Who dies, by weight."""
+    points_between: int = 250
+    """Points from one death to the next, about."""
+    double_deaths: float = 0.3
+    """Odds that somebody dies again while what died starts."""
+    asides: float = 0.5
+    """Odds that an operation of the disk is looked at aside, twice then."""
+    clears: float = 0.002
+    flushes: float = 0.02
+    clients: float = 0.2
+    """Odds, at each step, that an administrator clears, somebody flushes, an engine acts."""
+    checks: float = 0.02
+    """Odds that a step is followed by a check of all of memory; 1: each is."""
+    no_eviction: bool = False
+    """The disk has room for every block: then nothing that a flush acknowledged may ever go."""
+
+
+@dataclass
+class _Flush:
+    task: asyncio.Task[tuple[int, int]]
+    wanted: set[Key]
+    """What was in DRAM when it was asked for."""
+    durable: dict[Key, Place] | None = None
+    """What the store counted as written when the flush began to make it durable."""
+
+
+@dataclass
+class _Clear:
+    task: asyncio.Task[object]
+    which: int | None
+    sealed_since: set[Key]
+
+
+class Scenario:
+    """See the module. `run` raises Wrong where the store is."""
+
+    def __init__(self, seed: int, plan: Plan) -> None:
+        self.seed = seed
+        self.plan = plan
+        self.machine = Machine(seed, plan.shape)
+        self.rng = random.Random(self.machine.rng.random())
+        self.clients = Clients(self.machine)
+        self.clients.sealed = self._sealed
+        self.promised: dict[Key, Place] = {}
+        self.gone: set[Key] = set()
+        """Cleared and not stored since: never to be seen again."""
+        self.excused: set[Key] = set()
+        """Held through a clear, or stored while it was under way: may be a miss after a full restart."""
+        self._owed: dict[Key, Place] = {}
+        self._stale: dict[Key, Place] = {}
+        """Entered by the last start though their slots had been given to other blocks, or were being: misses to be."""
+        self._flushes: list[_Flush] = []
+        self._clears: list[_Clear] = []
+        self._every_key = [
+            {(int(a), int(b)) for a, b in chain.reshape(-1, 2)} for chain in self.clients.hashes
+        ]
+        self._judge: Death | None = None
+        self._last = Death.POWER
+        self._looking = False
+        self._failure: Wrong | None = None
+        machine = self.machine
+        machine.on_death = self._on_death
+        machine.on_life = self._on_life
+        machine.on_operation = self._on_operation
+        self._arm(2 * self.plan.points_between)
+
+    # ------------------------------------------------------------ the trunk
+
+    def run(self, steps: int) -> None:
+        """So many steps; after the last one the power goes a last time."""
+        for _ in range(steps):
+            self.step()
+        self.machine.arm(Death.POWER, 0)
+        self.step()
+
+    def step(self) -> None:
+        """One thing happens, and what it led to is judged."""
+        machine, plan = self.machine, self.plan
+        if self._judge is None:
+            machine.disk.odds.read_error = plan.shape.read_error
+            machine.disk.odds.write_error = plan.shape.write_error
+            machine.disk.odds.short = plan.shape.short
+            machine.disk.odds.sync_error = plan.shape.sync_error
+            machine.disk.odds.no_space = plan.shape.no_space
+        chance = self.rng.random()
+        if chance < plan.clears:
+            machine.guarded(self._clear)
+        elif chance < plan.clears + plan.flushes:
+            machine.guarded(self._flush)
+        elif chance < plan.clears + plan.flushes + plan.clients:
+            machine.guarded(self._act)
+        else:
+            machine.step()
+        if self._judge is not None:
+            self._judge_start()
+        elif not machine.armed:
+            self._arm(2 * self.plan.points_between)
+        if self._failure is not None:
+            raise self._failure
+        self._answers()
+        self._look_at_tasks()
+        if self.rng.random() < plan.checks:
+            self.check()
+
+    def check(self) -> None:
+        """All of memory, and what was promised, now."""
+        check_memory(self.machine.life, self.machine.dram)
+        self.clients.check()
+        self._check_promises(places(self.machine.life))
+        self._check_size()
+
+    def close(self) -> None:
+        """Gives descriptors back."""
+        self.machine.close()
+
+    def _arm(self, points: int) -> None:
+        deaths, weights = zip(*self.plan.deaths, strict=True)
+        self.machine.arm(self.rng.choices(deaths, weights)[0], self.rng.randrange(1, points))
+
+    def _act(self) -> None:
+        try:
+            self.clients.act()
+        except KvstoreError as error:
+            self.machine.note(f"refused: {error}")
+
+    # ------------------------------------------------------------ flushes and clears
+
+    def _flush(self) -> None:
+        if len(self._flushes) >= 3:
+            return
+        life = self.machine.life
+        self._watch_flushes()
+        task = life.loop.create_task(life.movers.flush(5.0))
+        self._flushes.append(_Flush(task, in_dram(life)))
+        self.machine.note("flush begins")
+
+    def _clear(self) -> None:
+        if self._clears:
+            return
+        life = self.machine.life
+        client = self.rng.choice([None, *self.clients.all.values()])
+        namespace = _ALL_NAMESPACES if client is None else client.namespace
+        task = life.loop.create_task(life.admin.clear(pb.ClearRequest(namespace=namespace)))
+        self._clears.append(_Clear(task, None if client is None else client.which, set()))
+        self.machine.note(f"clear of namespace {'*' if client is None else client.which} begins")
+
+    def _sealed(self, key: Key) -> None:
+        self.gone.discard(key)
+        for clear in self._clears:
+            clear.sealed_since.add(key)
+
+    def _answers(self) -> None:
+        """Flushes and clears that have been answered."""
+        for flush in [flush for flush in self._flushes if flush.task.done()]:
+            self._flushes.remove(flush)
+            if flush.task.exception() is not None:
+                continue
+            _, pending = flush.task.result()
+            self.machine.note(f"flush is answered, {pending} pending")
+            if pending == 0 and flush.durable is not None:
+                self.machine.counts["flushes"] += 1
+                self._promise(flush.wanted, flush.durable)
+        for clear in [clear for clear in self._clears if clear.task.done()]:
+            self._clears.remove(clear)
+            if clear.task.exception() is not None:
+                continue
+            self.machine.counts["clears"] += 1
+            keys = self._keys_of(clear)
+            there = known(self.machine.life)
+            self.gone |= keys - there - clear.sealed_since
+            self.excused |= keys & (there | clear.sealed_since)
+            for key in keys:
+                self.promised.pop(key, None)
+            self.machine.note("clear is answered")
+
+    def _promise(self, wanted: set[Key], durable: dict[Key, Place]) -> None:
+        """What was durable and has not been let go of since is owed from now on."""
+        now = places(self.machine.life)
+        if self.plan.no_eviction and (missing := wanted & known(self.machine.life) - set(now)):
+            raise Wrong(f"a flush left {len(missing)} blocks in DRAM alone and says that none is pending")
+        self.promised |= {
+            key: place
+            for key, place in durable.items()
+            if now.get(key) == place and key not in self.excused and self._stale.get(key) != place
+        }
+
+    def _watch_flushes(self) -> None:
+        """Notes what the store counts as written whenever a flush begins to make it durable."""
+        loop = self.machine.life.loop
+        for path in self.machine.life.movers._paths.values():
+            real = path.make_durable
+            if hasattr(real, "watched"):
+                continue
+
+            def watched(real: Callable[[], Awaitable[None]] = real) -> Awaitable[None]:
+                task = asyncio.current_task(loop)
+                for flush in self._flushes:
+                    if flush.task is task:
+                        flush.durable = places(self.machine.life)
+                return real()
+
+            watched.watched = True  # type: ignore[attr-defined]
+            path.make_durable = watched  # type: ignore[method-assign, assignment]
+
+    def _look_at_tasks(self) -> None:
+        """A task of the daemon that ended by a fault of ours."""
+        for task in self.machine.life.work:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise Wrong(f"the daemon failed: {task.exception()!r}") from task.exception()
+        if self.machine.life.owner.counters.values()["internal_errors_total"]:
+            raise Wrong("the daemon counted an internal error")
+
+    # ------------------------------------------------------------ deaths
+
+    def _on_death(self, death: Death) -> None:
+        """What the living store still has of what was promised is owed."""
+        self._check_size()
+        self._last = death
+        if self._judge not in (None, Death.DAEMON):  # it was just starting from the disk: all is owed still
+            self._judge = self._judge if death is Death.DAEMON else death
+            return
+        self._owed = self._owed_now()
+        for clear in self._clears:  # never answered, and perhaps noted all the same
+            self.excused |= self._keys_of(clear)
+        self._flushes.clear()
+        self._clears.clear()
+        self._judge = death
+
+    def _owed_now(self) -> dict[Key, Place]:
+        """What was promised, is in the store still, and is not being cleared."""
+        now = places(self.machine.life)
+        clearing: set[Key] = set().union(*(self._keys_of(clear) for clear in self._clears))
+        return {
+            key: place
+            for key, place in self.promised.items()
+            if now.get(key) == place and key not in clearing
+        }
+
+    def _keys_of(self, clear: _Clear) -> set[Key]:
+        return set().union(*self._every_key) if clear.which is None else self._every_key[clear.which]
+
+    def _on_life(self) -> None:
+        if self._last is Death.DAEMON:
+            self.machine.guarded(self.clients.resume)
+        else:
+            self.clients.vanish()
+
+    def _judge_start(self) -> None:
+        """Waits for the path to open, without new faults, and looks at what came back."""
+        machine, death = self.machine, self._judge
+        assert death is not None
+        machine.disk.odds = type(machine.disk.odds)()
+        if self.rng.random() < self.plan.double_deaths:
+            self._arm(50)
+        for _ in range(_OPENING_STEPS):
+            if machine.life.start.loaded.is_set():
+                break
+            machine.step()
+            self._look_at_tasks()
+        else:
+            raise Wrong("the path was not opened again")
+        machine.disarm()
+        death = self._judge
+        self._judge = None
+        now = places(machine.life)
+        if death is Death.DAEMON:
+            self._check_owed(dict.fromkeys(self._owed, MoveStatus.OK), now, death)
+        else:
+            found = self._read_all()
+            self._check_owed(found, now, death)
+            self._stale = {key: place for key, place in now.items() if found.get(key) is not MoveStatus.OK}
+            self.excused.clear()  # what came back was stored after every clear
+        self.promised = {key: now[key] for key in self._owed if key in now}
+        self._check_gone(known(machine.life), death.value)
+        self.check()
+        self._arm(2 * self.plan.points_between)
+
+    def _read_all(self) -> dict[Key, MoveStatus]:
+        """Every block that the index names, by the real tier."""
+        machine = self.machine
+        slabs = list_slabs(_folder(), machine.disk)
+        records = machine.index_file.load(machine.boot)
+        return read_records(machine.disk, slabs, records)
+
+    def _check_owed(self, found: dict[Key, MoveStatus], now: dict[Key, Place], death: Death) -> None:
+        """Each is readable, and the store knows it, but for what it has evicted since it has started again."""
+        self.machine.counts["read"] += len(found)
+        self.machine.counts["owed"] += len(self._owed)
+        if self.plan.shape.flips:
+            return
+        evicted = self.machine.life.store.stats().counters.get("evictions_nvme", 0)
+        lost = {
+            key: found[key].name if key in found else "not found"
+            for key in sorted(self._owed)
+            if found.get(key) is not MoveStatus.OK
+        }
+        if lost:
+            raise Wrong(
+                f"after {death.value} {len(lost)} of {len(self._owed)} promised blocks are lost: {lost}"
+            )
+        unknown = set(self._owed) - set(now)
+        if len(unknown) > evicted:
+            raise Wrong(
+                f"after {death.value} the store has not entered {len(unknown) - evicted} promised blocks"
+            )
+
+    def _check_gone(self, there: set[Key], what: str) -> None:
+        back = self.gone & there
+        if back:
+            raise Wrong(f"after {what} {len(back)} cleared blocks are back: {min(back)}")
+
+    def _check_promises(self, now: dict[Key, Place]) -> None:
+        if self.plan.no_eviction:
+            lost = [key for key, place in self.promised.items() if now.get(key) != place]
+            if lost:
+                raise Wrong(f"{len(lost)} blocks that a flush acknowledged have left the store: {lost[0]}")
+        self._check_gone(known(self.machine.life), "nothing")
+
+    def _check_size(self) -> None:
+        machine = self.machine
+        used = machine.disk.used_bytes() + machine.index_file.nbytes
+        machine.counts["most_bytes"] = max(machine.counts["most_bytes"], used)
+        if used > machine.shape.capacity_bytes:
+            raise Wrong(f"{used} bytes are on the disk, {machine.shape.capacity_bytes} are configured")
+
+    # ------------------------------------------------------------ asides
+
+    def _on_operation(self, operation: str) -> None:
+        if self._looking or self._judge is not None or self.rng.random() >= self.plan.asides:
+            return
+        self._looking = True
+        try:
+            for death in (Death.POWER, self.rng.choice((Death.EVERYTHING, Death.POWER))):
+                self._aside(death, operation)
+        except Wrong as error:
+            self._failure = self._failure or error  # below us is code that handles what it is raised
+        finally:
+            self._looking = False
+
+    def _aside(self, death: Death, operation: str) -> None:
+        """The same disk, at this moment, after a death; what is found is read."""
+        machine = self.machine
+        owed = self._owed_now()
+        rng = random.Random(self.rng.random())
+        disk, index_file, boot = machine.disk.copy(rng), machine.index_file.copy(), machine.boot
+        if death is Death.POWER:
+            disk.power_cut()
+            index_file.power_cut()
+            boot += 1
+        records = recover_on(disk, index_file, boot, machine.shape.map_bytes, lambda operation: None)
+        found = read_records(disk, list_slabs(_folder(), disk), records)
+        machine.counts["asides"] += 1
+        machine.counts["read"] += len(found)
+        machine.counts["owed"] += len(owed)
+        good = {key for key, status in found.items() if status is MoveStatus.OK}
+        if not machine.shape.flips and (lost := set(owed) - good):
+            states = {key: found[key].name if key in found else "not found" for key in sorted(lost)}
+            raise Wrong(
+                f"aside, {death.value} before {operation}: {len(lost)} of {len(owed)} promised blocks lost: {states}"
+            )
+        if not self._clears:
+            self._check_gone(set(found), f"{death.value} before {operation}, aside,")
+
+
+def _folder() -> Path:
+    return Path(FOLDER)
+
+
+__all__ = ["Plan", "Scenario"]
