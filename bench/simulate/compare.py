@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.simulate.optimum import belady_hit_rate, infinite_hit_rate
+from bench.simulate.progress import Progress
 from bench.simulate.replay import replay
 from bench.simulate.stack import HitCurve, lru_curve, sampled_lru_curve
 from bench.simulate.trace import Trace
@@ -16,7 +16,6 @@ __all__ = ["Comparison", "Row", "compare"]
 
 _EXACT_ACCESSES = 100_000_000
 """Of longer traces a sample gives the curve of LRU: so many accesses take about a minute."""
-_SAY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def compare(
     rows = []
     for name, factory in factories.items():
         for pct, blocks, least, most in zip(capacities_pct, capacities, lru, belady, strict=True):
-            progress = _Progress(f"{trace.name}: {name} at {pct:g} %", say)
+            progress = Progress(f"{trace.name}: {name} at {pct:g} %", say)
             policy = factory(rows=trace.unique_blocks, capacity_blocks=blocks)
             hit_rate = replay(trace, policy, blocks, look_ahead, progress.done)
             rows.append(
@@ -118,22 +117,3 @@ def compare(
         belady=belady,
         infinite=infinite_hit_rate(trace),
     )
-
-
-class _Progress:
-    """Says now and then how far something is, and at last how long it took."""
-
-    def __init__(self, doing: str, say: Callable[[str], None]) -> None:
-        self._doing = doing
-        self._say = say
-        self._begun = self._said = time.perf_counter()
-        say(doing)
-
-    def done(self, part: float) -> None:
-        now = time.perf_counter()
-        if now - self._said >= _SAY_S:
-            self._said = now
-            self._say(f"{self._doing}, {part:.0%}")
-
-    def seconds(self) -> float:
-        return max(time.perf_counter() - self._begun, 1e-9)

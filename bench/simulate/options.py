@@ -12,6 +12,7 @@ from bench.simulate.readers.open import open_trace
 from bench.simulate.trace import Pacing, Trace
 from bench.simulate.users import play
 from kvstore.errors import ConfigError
+from kvstore.units import parse_size
 
 __all__ = [
     "BlockTokensOption",
@@ -22,6 +23,7 @@ __all__ = [
     "load",
     "names_of",
     "percents_of",
+    "rate_of",
 ]
 
 TraceArgument = Annotated[
@@ -71,6 +73,14 @@ def percents_of(text: str) -> list[float]:
     if not percents or not all(0 < percent <= 100 for percent in percents):
         raise ConfigError(f"--capacity: {text!r} is no list like 0.5%,1%,5% of the trace's unique blocks")
     return percents
+
+
+def rate_of(text: str, option: str) -> float:
+    """`6GB` or `6GB/s` as bytes a second. Raises: ConfigError, InvalidArgument."""
+    rate = parse_size(text.removesuffix("/s"))
+    if not rate:
+        raise ConfigError(f"{option}: {text!r} is no rate")
+    return float(rate)
 
 
 def names_of(text: str, option: str) -> list[str]:

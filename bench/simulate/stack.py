@@ -13,6 +13,7 @@ prompts begin with is in the sample would else decide the curve.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from bench.simulate.trace import Trace
 
-__all__ = ["HitCurve", "lru_curve", "sampled_lru_curve"]
+__all__ = ["HitCurve", "lru_curve", "request_hits", "sampled_lru_curve"]
 
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
@@ -73,7 +74,9 @@ def _curve(distances: F64, weights: F64, sampled: float) -> HitCurve:
     """Distance 0 stands for a first use."""
     used = distances > 0
     capacities, place = np.unique(np.ceil(distances[used]).astype(np.int64), return_inverse=True)
-    hits = np.cumsum(np.bincount(place, weights=weights[used], minlength=len(capacities)))
+    hits: F64 = np.cumsum(
+        np.bincount(place, weights=weights[used], minlength=len(capacities)), dtype=np.float64
+    )
     return HitCurve(capacities=capacities, hits=hits, accesses=float(weights.sum()), sampled=sampled)
 
 
@@ -122,3 +125,13 @@ def _ranks(used: I32, weights: F64, left: F64, of_chunk: F64) -> F64:
         left[request] -= gone
         of_chunk[request // _CHUNK] -= gone
     return ranks
+
+
+def request_hits(trace: Trace, capacities: Sequence[int]) -> list[I64]:
+    """For each capacity [requests] blocks that each request hits under tail-first LRU. Exact."""
+    distances = _distances(trace.offsets, trace.blocks, np.ones(trace.unique_blocks))
+    request = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
+    return [
+        np.bincount(request[(distances > 0) & (distances <= capacity)], minlength=len(trace))
+        for capacity in capacities
+    ]
