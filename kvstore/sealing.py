@@ -126,16 +126,17 @@ class Sealing:
 
     def _reserve(self, seals: Records, now_ms: int) -> U32:
         state = self._state
-        has_parent = seals["depth"] > 0
-        parents = np.full(len(seals), NONE, dtype=np.uint32)
-        parents[has_parent] = state.table.find(seals["parent"][has_parent], seals["namespace"][has_parent])
-        return state.table.reserve(
+        rows = state.table.reserve(
             hashes=seals["hash"],
             namespaces=seals["namespace"],
             depths=seals["depth"],
-            parents=parents,
+            parents=np.full(len(seals), NONE, dtype=np.uint32),
             touches=touch_key(now_ms, seals["depth"]),
         )
+        below = (seals["depth"] > 0) & (rows != NONE)  # their parents may be among them
+        parents = state.table.find(seals["parent"][below], seals["namespace"][below])
+        state.columns.parent[rows[below]] = parents
+        return rows
 
     def _take_over(self, rows: U32, slots: U32, tier: Tier) -> None:
         """Rows that other slots have reserved: those slots become private, this filler was sooner."""

@@ -256,3 +256,15 @@ def test_hbm_extents_are_whole_numbers_of_slots() -> None:
     with pytest.raises(Exception, match="whole number"):
         rig.store.add_extent(tier=Tier.HBM, device=0, nbytes=3 * PAGE, slot_bytes=2 * PAGE)
     assert rig.store.extents(Tier.HBM) == []
+
+
+def test_blocks_that_are_sealed_together_know_their_parents() -> None:
+    """Of blocks sealed in one step without an acquire only the first knew its parent."""
+    rig = Rig()
+    session = rig.attach(device=None)
+    hashes = chain(4)
+    room = rig.room(session, 4)
+    rig.step(session, seals=rig.seals(session, hashes, room.dram_slots, room.dram_generations))
+    columns = rig.store._state.columns
+    rows = rig.store._state.table.locate(hashes, rig.namespaces[session])
+    assert columns.parent[rows].tolist() == [0xFFFFFFFF, *rows[:3].tolist()]
