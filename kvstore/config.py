@@ -175,6 +175,8 @@ class ServeConfig:
     """One slab file."""
     nvme_threads: int = 0
     """I/O threads of each path; 0: probe at the first start."""
+    nvme_write_budget_bytes: int = 0
+    """Most bytes that each path writes in 24 hours, flushes apart; 0: no bound."""
     nvme_throttle: NvmeThrottle | None = None
     """Most bytes and operations a second of each path, reads and writes; None: no bound."""
     durability: Durability = Durability.COMMIT
@@ -188,6 +190,8 @@ class ServeConfig:
     """Blocks that can be known at one time, in whatever tier."""
     max_sessions: int = 32
     max_namespaces: int = 1_024
+    clean_percent: int = 2
+    """Part of each tier's slots that the background keeps free; it begins when half of it is left. 0: none."""
     orphan_ttl_s: float = 120.0
     """How long HBM that no live session maps is kept."""
     log_level: str = "info"
@@ -226,6 +230,12 @@ class ServeConfig:
                 f"{path} lies in {other}; give one beside it",
             )
         _require(0 <= self.nvme_threads <= 64, "nvme_threads", "must be from 0 (probe) to 64")
+        _require(
+            self.nvme_write_budget_bytes == 0 or self.nvme_write_budget_bytes >= 64 * MIB,
+            "nvme_write_budget",
+            f"{format_size(self.nvme_write_budget_bytes)} a day is too little: at least 64MiB, or 0 for no bound",
+        )
+        _require(0 <= self.clean_percent <= 25, "clean_percent", "must be from 0 to 25")
         _require(1 <= self.devices <= 64, "devices", "must be from 1 to 64")
         _require(1_024 <= self.max_rows < 1 << 31, "max_rows", "must be from 1024 to 2147483647")
         _require(1 <= self.max_sessions <= MAX_SESSIONS, "max_sessions", f"must be from 1 to {MAX_SESSIONS}")

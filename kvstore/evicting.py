@@ -47,13 +47,15 @@ class _Chosen:
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_chosen", "_hand", "_row_hand", "_state", "leaving", "short")
+    __slots__ = ("_chosen", "_hand", "_refilling", "_row_hand", "_state", "leaving", "short")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._chosen: dict[tuple[Tier, ClassKey], _Chosen] = {}
         self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
         self._row_hand = 0
+        self._refilling: set[tuple[Tier, ClassKey]] = set()
+        """Classes whose reserve fell below the low mark and has not reached the high one."""
         self.short: dict[tuple[Tier, ClassKey], None] = {}
         """Classes that could not be served: the background looks whether an extent should change class."""
         self.leaving: set[int] = set()
@@ -61,18 +63,26 @@ class Evictor:
 
     def make_room(self, tier: Tier, key: ClassKey, count: int) -> SlotClass:
         """Tries to have `count` slots of a class free, and returns the class; `len(free)` says how many there are."""
-        pool = self._state.pool(tier)
-        owner = pool.class_of(key)
-        while len(owner.free) < count and tier is not Tier.HBM and self._assign_one(tier, key):
+        owner = self._state.pool(tier).class_of(key)
+        evicted = self._free_up(tier, owner, count)
+        if evicted:  # somebody waits for it: the reserve was too small
+            self._state.counters[f"evictions_{tier.name.lower()}_inline"] += evicted
+        return owner
+
+    def _free_up(self, tier: Tier, owner: SlotClass, count: int) -> int:
+        """Cuts unassigned extents, then evicts, until `count` slots are free or none can be; how many were evicted."""
+        pool, evicted = self._state.pool(tier), 0
+        while len(owner.free) < count and tier is not Tier.HBM and self._assign_one(tier, owner.key):
             pass
         while (missing := count - len(owner.free)) > 0:
             victims = self._take(pool, owner, missing)
             if not len(victims):
                 break
             self.evict(tier, victims)
+            evicted += len(victims)
         if len(owner.free) < count and tier is not Tier.HBM:
-            self.short[tier, key] = None
-        return owner
+            self.short[tier, owner.key] = None
+        return evicted
 
     def keep_reserves(self) -> None:
         """The background's part: extents change class, and rows and slots of each class stay free."""
@@ -85,14 +95,23 @@ class Evictor:
                     self.keep_reserve(tier, key)
 
     def keep_reserve(self, tier: Tier, key: ClassKey) -> None:
-        """The background's part: some slots of the class are free before anybody asks."""
+        """The background's part: some slots of the class are free before anybody asks.
+
+        It begins below the low mark, half of the reserve, and goes on to the high one, the whole: a search for victims
+        is then paid by many slots, and a tier that nobody writes to loses nothing.
+        """
         owner = self._state.pool(tier).class_of(key)
+        high, free = self.reserve_of(owner), len(owner.free)
+        if free >= (high if (tier, key) in self._refilling else (high + 1) // 2):
+            self._refilling.discard((tier, key))
+            return
+        self._refilling.add((tier, key))
         owner.exhausted = False
         # So many at a turn: a call that comes meanwhile does not wait for a whole reserve.
-        self.make_room(tier, key, min(self.reserve_of(owner), len(owner.free) + _TURN_SLOTS))
+        self._free_up(tier, owner, min(high, free + _TURN_SLOTS))
 
     def reserve_of(self, owner: SlotClass) -> int:
-        """Slots that the background keeps free in a class."""
+        """Slots that the background keeps free in a class: the high mark."""
         limits = self._state.limits
         wanted = max(limits.reserve_slots, int(owner.slots * limits.reserve_fraction))
         return min(wanted, owner.slots // 4)

@@ -25,6 +25,7 @@ from kvstore.daemon.nvme import slab_bytes
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
 from kvstore.daemon.sessions import Member, Sessions, member_names
+from kvstore.daemon.sizes import Sizes
 from kvstore.errors import KvstoreError, ResourceExhausted
 from kvstore.extents import TRAILER_BYTES
 from kvstore.faults import fault
@@ -46,8 +47,9 @@ __all__ = [
 
 TABLES = "tables"
 SECRET = "secret"  # noqa: S105 (what the keeper calls its descriptor)
-_OTHERS = ("mover-", BLACKBOX, NAMESPACES, SECRET, "slabs")  # matched elsewhere
+_OTHERS = ("mover-", BLACKBOX, NAMESPACES, SECRET, Sizes.NAME, "slabs")  # matched elsewhere
 _MAX_HBM_EXTENTS = 1024
+_LEAST_CLEAN_SLOTS = 8
 _LOG = Log("recovery")
 
 
@@ -66,15 +68,15 @@ def table_shape(config: ServeConfig) -> TableShape:
     """Sizes of the tables for this configuration."""
     _, dram_extents = extent_plan(config)
     nvme_bytes = sum(path.capacity_bytes for path in config.nvme)
-    # Twice what is needed: slabs that an earlier configuration made may be smaller.
-    nvme_extents = sum(2 * path.capacity_bytes // slab_bytes(path, config) + 2 for path in config.nvme)
+    # More than is needed: slabs that an earlier configuration made may be smaller, and tiers may be resized.
+    nvme_extents = sum(4 * path.capacity_bytes // slab_bytes(path, config) + 2 for path in config.nvme)
     return TableShape(
         max_rows=config.max_rows,
         hbm_slots=config.devices * max(1, config.hbm_bytes // config.min_slot_bytes),
         dram_slots=max(1, config.dram_bytes // config.min_slot_bytes),
         nvme_slots=max(1, nvme_bytes // (config.min_slot_bytes + TRAILER_BYTES)),
         devices=config.devices,
-        max_extents=min(65_535, _MAX_HBM_EXTENTS + dram_extents + nvme_extents),
+        max_extents=min(65_535, _MAX_HBM_EXTENTS + 4 * dram_extents + nvme_extents),
         max_sessions=config.max_sessions,
         max_namespaces=config.max_namespaces,
     )
@@ -88,6 +90,9 @@ def store_limits(config: ServeConfig) -> StoreLimits:
         max_waiting_leases=limits.session_leases,
         max_writes=limits.move_queue_blocks * max(1, len(config.nvme)),
         paths=max(1, len(config.nvme)),
+        reserve_fraction=config.clean_percent / 100,
+        reserve_slots=_LEAST_CLEAN_SLOTS if config.clean_percent else 0,
+        write_budget_bytes=config.nvme_write_budget_bytes,
     )
 
 
