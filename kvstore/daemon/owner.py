@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvstore.config import ServeConfig
 from kvstore.daemon.counters import Counters
 from kvstore.daemon.log import Log
+from kvstore.daemon.requests import Requests
 from kvstore.daemon.session import Session
 from kvstore.errors import Aborted, NotFound, Unauthenticated
 from kvstore.moves import SessionId, Slots
@@ -40,6 +41,7 @@ class Owner:
         self.config = config
         self.boot_epoch = boot_epoch
         self.counters = Counters()
+        self.requests = Requests(config.dram_bytes)
         self.started_s = time.monotonic()
         self.paused = False
         self.draining = False
@@ -69,6 +71,7 @@ class Owner:
         session.cancel_deadline()
         self.sessions.pop(session.id, None)
         self._by_digest.pop(session.digest, None)
+        self.requests.session_ended(session)
         if session.outbox is not None:
             session.outbox.fail(Aborted("the session has ended"))
             session.outbox = None
@@ -115,6 +118,7 @@ class Owner:
                 self._top_up(session)
         for settler in self._settlers:
             settler()
+        self.requests.work()
 
     def _top_up(self, session: Session) -> None:
         """Slots in hand, for sessions that asked and that can be told."""

@@ -170,10 +170,11 @@ class SessionStreams:
             raise InvalidArgument(f"first is {request.first}, but the chain has {len(hashes)} blocks")
         if request.reserve_slots > self._limits.chain_blocks:
             raise InvalidArgument(f"at most {self._limits.chain_blocks} slots can be reserved at once")
+        now_ms = self._owner.now_ms()
         if self._owner.paused:
             hashes = _unknown(hashes)
         grant = self._store.acquire(
-            now_ms=self._owner.now_ms(),
+            now_ms=now_ms,
             session=session.id,
             namespace=namespace,
             lease=request.lease,
@@ -186,6 +187,8 @@ class SessionStreams:
         fault("grant.commit")
         session.post(grant=_grant_message(message.id, grant))
         fault("grant.sent")
+        if not self._owner.paused:
+            self._owner.requests.asked(session, namespace, request.lease, hashes, now_ms)
 
     def _step(self, session: Session, message: pb.ClientMessage) -> None:
         request = message.step
