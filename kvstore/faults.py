@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
 
-__all__ = ["FAULT_VARIABLE", "FaultRule", "fault", "parse_faults"]
+__all__ = ["DISK_FAULTS_VARIABLE", "FAULT_VARIABLE", "FaultRule", "fault", "parse_faults"]
 
 FAULT_VARIABLE = "KVSTORE_FAULT"
+DISK_FAULTS_VARIABLE = "KVSTORE_DISK_FAULTS"
+"""Names a file of faults of disks, which movers obey (`tiers.nvme.faulty`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ class Streak:
     """In a row, up to now."""
     trying: bool = False
     """Whether a move is under way that shall tell if the pause ends."""
+    probing: bool = False
+    """Whether that move is one that nobody asked for."""
     _retry_ms: int = 0
     """While paused: when one move may be tried."""
     _pause_ms: int = FIRST_RETRY_MS
@@ -59,7 +61,7 @@ class Streak:
             if self.trying:
                 self._pause_ms = min(2 * self._pause_ms, RETRY_MS)
         if good or failed:
-            self.trying = False
+            self.trying = self.probing = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.config import NvmeThrottle
 from kvstore.errors import KvstoreError
-from kvstore.faults import fault
+from kvstore.faults import DISK_FAULTS_VARIABLE, fault
 from kvstore.layout import Tier
 from kvstore.mover_queue import Job, WorkQueue
 from kvstore.mover_slabs import SlabThread
@@ -39,6 +40,7 @@ from tiers.decorators import MeasuredStorage, ThrottledStorage
 from tiers.dram import DramTier
 from tiers.nvme.capacity import require_room
 from tiers.nvme.disk import SYSTEM_DISK, Disk
+from tiers.nvme.faulty import FaultyDisk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import SlabFile
@@ -362,8 +364,15 @@ def main(arguments: list[str]) -> int:
             return 2
         os.nice(config.nice)
         sock.setblocking(False)
-        Mover(sock, config, int(arguments[1]) if len(arguments) > 1 else None).run()
+        lock_fd = int(arguments[1]) if len(arguments) > 1 else None
+        Mover(sock, config, lock_fd, _disk(config, os.environ)).run()
     return 0
+
+
+def _disk(config: wire.Config, environ: Mapping[str, str]) -> Disk:
+    """The system's, or in tests one with the faults of a file."""
+    faults = environ.get(DISK_FAULTS_VARIABLE)
+    return FaultyDisk(Path(config.directory), Path(faults)) if faults else SYSTEM_DISK
 
 
 if __name__ == "__main__":

@@ -62,8 +62,10 @@ class Moving:
             self._writing.came(rows, self.promoting.writable())
 
     def catch_up(self) -> None:
-        """The background's part."""
+        """The background's part: what was missed is queued, and paused disks are tried."""
         self._writing.catch_up(self.promoting.writable())
+        for path in range(len(self.promoting.health)):
+            self.promoting.probe(path)
 
     def flush(self) -> FlushMark:
         """Queues all that is in DRAM and not in storage."""
@@ -202,13 +204,13 @@ class Moving:
     ) -> NDArray[np.bool_]:
         """[n] Moves that failed because their disk fails everything, in this direction.
 
-        A read that was to tell whether the disk gives blocks again is none: with its block kept, one that cannot be
-        read would be asked for, and keep the path paused, for ever.
+        A read that was asked for and was to tell whether the disk gives blocks again is none: with its block kept,
+        one that cannot be read would be asked for, and keep the path paused, for ever.
         """
         health, now_ms = self.promoting.health[path], self._state.now_ms
         whole = np.zeros(len(bad), dtype=np.bool_)
         for streak, of_kind in ((health.reads, reads), (health.writes, ~reads)):
-            tried = streak.trying and streak is health.reads
+            tried = streak.trying and not streak.probing and streak is health.reads
             streak.ended(good=int((good & of_kind).sum()), failed=int((bad & of_kind).sum()), now_ms=now_ms)
             if streak.paused and not tried:
                 whole |= bad & of_kind

@@ -23,6 +23,7 @@ from kvstore.state import NO_SLOTS, StoreState, mover_bit
 __all__ = ["Promoting"]
 
 _NEVER_MS = 1 << 62
+_PROBE_STRIDE = 7919  # a prime: blocks that are probed one after the other lie far apart
 _PREFETCHED, _DEMANDED, _MOVING = 1, 2, 3
 
 
@@ -39,7 +40,7 @@ class _Path:
 class Promoting:
     """Reads, from the wish to the outcome."""
 
-    __slots__ = ("_evictor", "_order", "_paths", "_progress", "_state", "health", "queued")
+    __slots__ = ("_evictor", "_order", "_paths", "_probes", "_progress", "_state", "health", "queued")
 
     def __init__(self, state: StoreState, evictor: Evictor) -> None:
         self._state = state
@@ -47,6 +48,7 @@ class Promoting:
         self._paths = [_Path() for _ in range(min(state.limits.paths, MAX_MOVERS))]
         self.health = [PathHealth() for _ in self._paths]
         self._order = 0
+        self._probes = 0
         self._progress: U8 = np.zeros(len(state.dram), dtype=np.uint8)  # of each DRAM slot
         self.queued = 0
         """Promotions that no mover has yet."""
@@ -115,6 +117,29 @@ class Promoting:
         spare = len(owner.free) - self._evictor.reserve_of(owner)
         count = min(len(rows), spare, self._state.limits.max_reads - self.queued)
         return self._start(key, rows[:count], deadline_ms or _NEVER_MS) if count > 0 else NO_SLOTS
+
+    def probe(self, number: int) -> None:
+        """Where a path's reads are paused and nobody asks for one, one of its blocks is asked for now and then.
+
+        Another each time, so that one which cannot be read does not keep the path paused. O(NVMe slots).
+        """
+        state, streak = self._state, self.health[number].reads
+        if not streak.paused or not streak.open(state.now_ms) or streak.trying or not self._paths[number].up:
+            return
+        if state.hung[number] or self._paths[number].demanded or self._paths[number].prefetched:
+            return
+        slots = np.flatnonzero((state.nvme.state & np.uint64(0xFF)) == np.uint64(SlotState.SEALED)).astype(
+            np.uint32
+        )
+        slots = slots[state.nvme.devices(slots) == number]
+        slots = slots[state.columns.dram[state.nvme.row[slots]] == NONE]
+        if len(slots):
+            self._probes += 1
+            chosen = slots[self._probes * _PROBE_STRIDE % len(slots)]
+            slot_bytes = int(state.nvme.slot_bytes(np.array([chosen], dtype=np.uint32))[0])
+            row = state.nvme.row[chosen : chosen + 1]
+            if self.promote(ClassKey(device=0, slot_bytes=slot_bytes), row):
+                streak.probing = True
 
     def demand(self, rows: U32) -> None:
         """Prefetched rows are wanted now: they go before what is only prefetched."""

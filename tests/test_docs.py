@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvstore.config import default_socket
+from kvstore.daemon.counters import Counters
 from kvstore.settings import resolve
 from tests.support.daemon import small_config, started
 
@@ -64,9 +67,18 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         assert named <= targets, f"{document.name} names {sorted(named - targets)}"
 
 
-def test_each_fault_named_in_the_architecture_has_its_test() -> None:
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "docs/failures.md"])
+def test_each_fault_that_a_document_names_has_its_test(document: str) -> None:
     """A table of tests that nobody compared with the tests named some that had long been renamed."""
-    named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", (ROOT / document).read_text())
     assert len(named) > 20
     for place, test in named:
         assert f"def {test}(" in (ROOT / "tests" / place).read_text(), f"{place} has no {test}"
+
+
+def test_the_page_of_failures_names_counters_that_there_are() -> None:
+    text = (ROOT / "docs/failures.md").read_text()
+    told = set(re.findall(r"`(nvme_[a-z_]+|mover_restarts)`", text)) - {"nvme_path"}
+    assert told
+    for name in told:
+        assert f"{name}_total" in Counters().values(), name

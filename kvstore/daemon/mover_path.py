@@ -355,8 +355,8 @@ class MoverPath:
     def _readable(self) -> None:
         link = self._require_link()
         messages = link.receive()
-        # A slab that failed comes before the moves that failed for it, whose replies stand first.
-        for message in sorted(messages, key=lambda message: not isinstance(message, wire.SlabFailed)):
+        # Why moves failed comes before that they did: their replies stand first, joined.
+        for message in sorted(messages, key=lambda message: isinstance(message, wire.Replies)):
             self._take(message)
         if link.ended:
             asyncio.get_running_loop().remove_reader(link.fileno())

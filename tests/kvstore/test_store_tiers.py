@@ -365,6 +365,31 @@ def test_a_block_that_cannot_be_read_does_not_keep_a_path_paused() -> None:
     rig.check()
 
 
+def test_a_paused_disk_that_nobody_asks_for_is_tried_all_the_same() -> None:
+    """With reads paused and no request for it a path was said to fail for ever, however well it was again."""
+    rig = Rig(hbm=48, dram=96, nvme=96, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))
+    one = rig.attach()
+    on_disk(rig, one, chain(40))
+    grant = rig.acquire(one, chain(40), lease=5)
+    rig.step(one, hbm=grant.hbm_slots)
+    rig.write_down(status=MoveStatus.IO_ERROR)
+    assert rig.store.health(0).reads.paused
+    for _ in range(3):
+        rig.now_ms += 2 * RETRY_MS
+        rig.store.tick(rig.now_ms)
+        rig.store.tick(rig.now_ms)
+        assert len(rig.write_down(status=MoveStatus.IO_ERROR)) == 1
+        rig.check()
+    assert rig.tier(Tier.NVME).sealed_slots == 40, "and none of its blocks is given up for that"
+    rig.now_ms += RETRY_MS
+    rig.store.tick(rig.now_ms)
+    assert len(rig.write_down()) == 1
+    assert not rig.store.health(0).reads.paused
+    rig.store.tick(rig.now_ms)
+    assert len(rig.write_down()) == 0
+    rig.check()
+
+
 # ------------------------------------------------------------ promotion
 
 

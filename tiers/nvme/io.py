@@ -149,7 +149,10 @@ class NvmeTier:
             return replies
         carried = self._carry(slab, moves, self._memory, self._scratch(), self._clock_ms())
         if carried.replies["status"].any():
-            self._say(slab, carried, "write to" if int(moves["kind"][0]) == MoveKind.WRITE else "read of")
+            writes = int(moves["kind"][0]) == MoveKind.WRITE
+            if not writes:
+                self._judge_short(slab, carried)
+            self._say(slab, carried, "write to" if writes else "read of")
         return carried.replies
 
     def _slab_of(self, moves: Moves) -> Slab | None:
@@ -179,6 +182,12 @@ class NvmeTier:
             self._notice("dram", f"a move to or from {self._directory} was refused: {error.message}")
             return None
         return slab
+
+    def _judge_short(self, slab: Slab, carried: Carried) -> None:
+        """Blocks beyond the end of a slab that somebody cut short are gone: that is no fault of the disk."""
+        short = carried.faults == SHORT
+        if short.any() and slab.is_cut():
+            carried.replies["status"][short] = MoveStatus.CORRUPT
 
     def _say(self, slab: Slab, carried: Carried, what: str) -> None:
         """Notices of what did not go through, one of each kind."""

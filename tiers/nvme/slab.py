@@ -115,6 +115,10 @@ class Slab:
         if not self.direct:
             self._disk.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def is_cut(self) -> bool:
+        """Whether somebody has made the file shorter than it was. Raises OSError."""
+        return self._disk.size(self._fd) < self.file.nbytes
+
     def close(self) -> None:
         """Closes the file."""
         if self._fd >= 0:

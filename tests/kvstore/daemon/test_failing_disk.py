@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.config import NvmePath
+from kvstore.config import NvmePath, ServeConfig
 from kvstore.units import MIB
 from kvstore.wire.packed import COPY, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
+from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
 from tests.support.mounts import tmpfs
 from tests.support.raw_client import RawClient
 
@@ -154,3 +155,56 @@ def evict_memory(service: Service, one: RawClient) -> None:
     """Has DRAM and HBM hold other things, as far as these small tiers allow."""
     for first in range(200_000, 200_000 + 40 * 1000, 1000):
         _into_dram(one, range(first, first + 4 * BLOCKS))
+
+
+def refused(place: Path, config: ServeConfig) -> str:
+    """The one line that a service says which does not start; it ends with 2, and is not tried again."""
+    service = start(config, place / "kv.log")
+    try:
+        assert service.process.wait(DEADLINE_S) == 2
+    finally:
+        service.stop()
+    said = (place / "kv.log").read_text()
+    assert "Traceback" not in said
+    assert "ready" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("kvstore: ")]
+    return line
+
+
+def test_a_folder_of_another_user_is_no_start(place: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    config = small_config(place, nvme_bytes=128 * MIB)
+    folder = Path(config.nvme[0].path)
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    assert "belongs to another user (uid 12345)" in refused(place, config)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_others_may_read_is_made_private(place: Path) -> None:
+    config = small_config(place, nvme_bytes=128 * MIB)
+    folder = Path(config.nvme[0].path)
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with started(config):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert all(file.stat().st_mode & 0o077 == 0 for file in folder.rglob("*"))
+
+
+def test_a_read_only_file_system_is_no_start(place: Path) -> None:
+    with tmpfs(place / "disk", 128 * MIB) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        config = replace(
+            small_config(place), nvme=(NvmePath(path=str(disk / "kv"), capacity_bytes=64 * MIB),)
+        )
+        assert "Read-only file system" in refused(place, config)
+
+
+def test_a_file_system_too_small_for_what_is_configured_is_no_start(place: Path) -> None:
+    with tmpfs(place / "disk", 80 * MIB) as disk:
+        (disk / "other").write_bytes(bytes(40 * MIB))
+        config = replace(
+            small_config(place), nvme=(NvmePath(path=str(disk / "kv"), capacity_bytes=64 * MIB),)
+        )
+        assert "has 40MiB of room" in refused(place, config)

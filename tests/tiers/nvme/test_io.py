@@ -127,14 +127,15 @@ def test_a_damaged_block_is_corrupt_and_its_neighbours_are_served(
     assert len(notices) == 1
 
 
-def test_a_truncated_slab_is_an_error_and_what_is_left_is_served(
+def test_a_slab_that_was_cut_short_loses_what_was_behind_and_serves_the_rest(
     tier: NvmeTier, harness: Harness, tmp_path: Path, notices: list[str]
 ) -> None:
+    """Blocks behind the end of a slab counted as failures of the disk, and enough of them took the path out of use."""
     harness.fill(0)
     tier.transfer(harness.moves_for([0, 1, 2, 3]))
     os.truncate(the_slab(tmp_path), 2 * STRIDE + 4096)
     replies = tier.transfer(harness.moves_back([0, 1, 2, 3]))
-    assert replies["status"].tolist() == [0, 0, MoveStatus.IO_ERROR, MoveStatus.IO_ERROR]
+    assert replies["status"].tolist() == [0, 0, MoveStatus.CORRUPT, MoveStatus.CORRUPT]
     assert [text for text in notices if "came short" in text]
 
 
