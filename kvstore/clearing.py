@@ -31,6 +31,8 @@ def clear(state: StoreState, namespace: int | None) -> ClearResult:
             slots = slots[slots != NONE]
             if len(slots):
                 state.drop_copies(tier, slots, MissCause.CLEARED)
+    for load in state.loads:
+        load.clear(namespace)
     state.counters["cleared"] += len(gone)
     everything = namespace is None
     state.recorder.note(Event.CLEAR, 0, len(gone), int(busy.sum()), c=NONE if everything else namespace or 0)

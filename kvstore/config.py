@@ -25,6 +25,7 @@ __all__ = [
     "Limits",
     "NvmePath",
     "NvmeThrottle",
+    "Recovery",
     "ServeConfig",
     "WorkerConfig",
     "check_socket_path",
@@ -46,12 +47,25 @@ def _require(condition: bool, key: str, problem: str) -> None:
 
 
 class Durability(Enum):
-    """When bytes on the NVMe tier are forced to the device."""
+    """What blocks on the NVMe tier survive: docs/durability.md."""
 
-    COMMIT = "commit"
-    """fdatasync before each group commit: what was acknowledged durable survives a power cut."""
-    FLUSH = "flush"
-    """Only at Flush and at shutdown: a power cut costs what came after, and is noticed by the checksums."""
+    NONE = "none"
+    """The memory that knows them: no index is written and nothing is forced, so they end with daemon and keeper."""
+    PROCESS = "process"
+    """kill -9 of any process: they are in the index, which is forced to the device only at Flush and at the end."""
+    POWER = "power"
+    """A power cut: fdatasync, then the index, before a block counts as written."""
+
+
+class Recovery(Enum):
+    """What a start does with the blocks that the NVMe tier holds: docs/durability.md."""
+
+    QUIET = "quiet"
+    """Takes what can be verified, counts and logs the rest."""
+    STRICT = "strict"
+    """Does not start where something is damaged or missing."""
+    NONE = "none"
+    """Begins empty: the slabs are deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +193,8 @@ class ServeConfig:
     """Most bytes that each path writes in 24 hours, flushes apart; 0: no bound."""
     nvme_throttle: NvmeThrottle | None = None
     """Most bytes and operations a second of each path, reads and writes; None: no bound."""
-    durability: Durability = Durability.COMMIT
+    durability: Durability = Durability.POWER
+    recovery: Recovery = Recovery.QUIET
     devices: int = 1
     """GPUs (or twins) whose HBM the tables have room for."""
     hbm_bytes: int = 64 * GIB
@@ -344,7 +359,7 @@ def parse_toml(text: str, name: str) -> Mapping[str, object]:
     """The tables of a configuration file. `name` is what errors call it."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one; so is a number of 5,000 digits
         raise ConfigError(f"{name}: not valid TOML: {error}") from error
 
 

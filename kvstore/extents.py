@@ -85,6 +85,14 @@ class Extents:
         columns.extent_slot_base[extent] = NONE
         columns.extent_slots[extent] = 0
 
+    def hold_back(self, extent: int) -> None:
+        """A READY extent of which nothing was given out yet gives out nothing until `let_go`."""
+        self._columns.extent_state[extent] = ExtentState.LOADING
+
+    def let_go(self, extent: int) -> None:
+        """What a LOADING extent holds is known."""
+        self._columns.extent_state[extent] = ExtentState.READY
+
     def drain(self, extent: int) -> None:
         """From now on the extent gives out no slots."""
         self._columns.extent_state[extent] = ExtentState.DRAINING
@@ -140,7 +148,7 @@ class Extents:
     def _free_range(self, tier: Tier, slots: int) -> tuple[int, int]:
         """First gap of `slots` ids in the tier's pool as (first id, slots), else the widest gap there is."""
         columns = self._columns
-        cut = np.isin(columns.extent_state, (ExtentState.READY, ExtentState.DRAINING))
+        cut = np.isin(columns.extent_state, (ExtentState.READY, ExtentState.DRAINING, ExtentState.LOADING))
         cut &= columns.extent_tier == tier
         bases = columns.extent_slot_base[cut].astype(np.int64)
         order = np.argsort(bases)

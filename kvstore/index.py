@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.layout import BUCKET_ENTRIES, NONE, Columns, State
 
-__all__ = ["Index"]
+__all__ = ["Index", "enter", "look_up", "tags_of"]
 
 _CONTIGUOUS_MIN = 512
 """After a shorter run the vector probe of all the rest is sooner than going on run by run: 0.5-0.9 against 5.7 ms for
@@ -38,11 +38,7 @@ class Index:
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Row of each hash, NONE where there is none: [n]. O(n), two cache misses a hash."""
-        found = self._probe(hashes[:, 0], hashes)
-        rest = np.flatnonzero(found == NONE)
-        if len(rest):
-            found[rest] = self._probe(hashes[rest, 1], hashes[rest])
-        return found
+        return look_up(self._columns.tags, self._columns.rows, self._columns.hash, hashes)
 
     def locate(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """As `find`, for a chain: its rows tend to be contiguous, so compare runs before probing. O(n).
@@ -73,24 +69,7 @@ class Index:
         Returns: [n] whether it was entered; False where both buckets are full (a block that then is not cached).
         O(n), a few rounds where several hashes of the batch choose one bucket.
         """
-        done = np.zeros(len(hashes), dtype=np.bool_)
-        tags = _tags(hashes)
-        buckets = np.stack([hashes[:, 0] & self._mask, hashes[:, 1] & self._mask], axis=1).astype(np.int64)
-        todo = np.arange(len(hashes))
-        while len(todo):
-            free = (self._columns.rows[buckets[todo]] == NONE).sum(axis=2)  # [n, 2]
-            choice = free.argmax(axis=1)
-            target = buckets[todo, choice]
-            open_ = free[np.arange(len(todo)), choice] > 0
-            todo, target = todo[open_], target[open_]
-            _, winners = np.unique(target, return_index=True)  # one a bucket and round
-            bucket, key = target[winners], todo[winners]
-            entry = (self._columns.rows[bucket] == NONE).argmax(axis=1)
-            self._columns.tags[bucket, entry] = tags[key]
-            self._columns.rows[bucket, entry] = rows[key]
-            done[key] = True
-            todo = todo[~done[todo]]
-        return done
+        return enter(self._columns.tags, self._columns.rows, hashes, rows)
 
     def remove(self, hashes: NDArray[np.uint64], rows: NDArray[np.uint32]) -> None:
         """Takes out the entries of these rows; those that are not there are passed over. O(n)."""
@@ -117,25 +96,74 @@ class Index:
                     return row
         return NONE
 
-    def _probe(self, words: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """Row of each hash in the one bucket that its `words` element chooses.
 
-        Looks at the row of every entry whose tag agrees: one a hash that is there, next to none for one that is not.
-        """
-        buckets = (words & self._mask).astype(np.int64)
-        agree = np.flatnonzero(self._columns.tags.take(buckets, axis=0) == _tags(hashes)[:, None])
-        n, entry = agree // BUCKET_ENTRIES, agree % BUCKET_ENTRIES
-        rows = self._columns.rows.reshape(-1).take(buckets.take(n) * BUCKET_ENTRIES + entry)
-        inside = rows < self._columns.shape.max_rows
-        if not inside.all():  # a removed entry, or one that is being written
-            n, rows = n[inside], rows[inside]
-        right = _equal(self._columns.hash.take(rows, axis=0), hashes.take(n, axis=0))
-        found = np.full(len(hashes), NONE, dtype=np.uint32)
-        found[n[right]] = rows[right]
-        return found
+def look_up(
+    tags: NDArray[np.uint32],
+    entries: NDArray[np.uint32],
+    entered: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
+) -> NDArray[np.uint32]:
+    """Entry of each hash, NONE where there is none: [n]. `entered[entry]` is the hash that it is of. O(n)."""
+    found = _probe(tags, entries, entered, hashes[:, 0], hashes)
+    rest = np.flatnonzero(found == NONE)
+    if len(rest):
+        found[rest] = _probe(tags, entries, entered, hashes[rest, 1], hashes[rest])
+    return found
 
 
-def _tags(hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
+def enter(
+    tags: NDArray[np.uint32],
+    entries: NDArray[np.uint32],
+    hashes: NDArray[np.uint64],
+    new: NDArray[np.uint32],
+) -> NDArray[np.bool_]:
+    """Enters `new` under hashes that are distinct and not there yet: [n] whether each was; see Index.insert."""
+    mask = np.uint64(len(tags) - 1)
+    done = np.zeros(len(hashes), dtype=np.bool_)
+    own_tags = tags_of(hashes)
+    buckets = np.stack([hashes[:, 0] & mask, hashes[:, 1] & mask], axis=1).astype(np.int64)
+    todo = np.arange(len(hashes))
+    while len(todo):
+        free = (entries[buckets[todo]] == NONE).sum(axis=2)  # [n, 2]
+        choice = free.argmax(axis=1)
+        target = buckets[todo, choice]
+        open_ = free[np.arange(len(todo)), choice] > 0
+        todo, target = todo[open_], target[open_]
+        _, winners = np.unique(target, return_index=True)  # one a bucket and round
+        bucket, key = target[winners], todo[winners]
+        entry = (entries[bucket] == NONE).argmax(axis=1)
+        tags[bucket, entry] = own_tags[key]
+        entries[bucket, entry] = new[key]
+        done[key] = True
+        todo = todo[~done[todo]]
+    return done
+
+
+def _probe(
+    tags: NDArray[np.uint32],
+    entries: NDArray[np.uint32],
+    entered: NDArray[np.uint64],
+    words: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
+) -> NDArray[np.uint32]:
+    """Entry of each hash in the one bucket that its `words` element chooses.
+
+    Looks at the row of every entry whose tag agrees: one a hash that is there, next to none for one that is not.
+    """
+    buckets = (words & np.uint64(len(tags) - 1)).astype(np.int64)
+    agree = np.flatnonzero(tags.take(buckets, axis=0) == tags_of(hashes)[:, None])
+    n, entry = agree // BUCKET_ENTRIES, agree % BUCKET_ENTRIES
+    rows = entries.reshape(-1).take(buckets.take(n) * BUCKET_ENTRIES + entry)
+    inside = rows < len(entered)
+    if not inside.all():  # a removed entry, or one that is being written
+        n, rows = n[inside], rows[inside]
+    right = _equal(entered.take(rows, axis=0), hashes.take(n, axis=0))
+    found = np.full(len(hashes), NONE, dtype=np.uint32)
+    found[n[right]] = rows[right]
+    return found
+
+
+def tags_of(hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
     """[n] bits of the hash that choose no bucket: one compare of an entry instead of a look at its row."""
     return (hashes[:, 1] >> _TAG_SHIFT).astype(np.uint32)
 

@@ -55,7 +55,7 @@ BUCKET_ENTRIES = 8
 GENERATION_SHIFT = np.uint64(8)
 
 _STATE_MASK = np.uint64(0xFF)
-_MAGIC = b"KVSTABL2"
+_MAGIC = b"KVSTABL3"
 _ALIGN = 64
 _HEADER_BYTES = 4096
 _DEPTH_BITS = 20
@@ -94,6 +94,7 @@ class ExtentState(enum.IntEnum):
     UNASSIGNED = 1  # memory is there, no slot class yet
     READY = 2  # cut into slots
     DRAINING = 3  # gives out no more slots; leaves when its last slot is free
+    LOADING = 4  # nvme: cut into slots, whose blocks are being found; gives none out yet
 
 
 class SessionState(enum.IntEnum):
@@ -168,6 +169,7 @@ class Columns:
     nvme: NDArray[np.uint32]  # [rows] slot or NONE
     # slots
     pools: tuple[PoolColumns, PoolColumns, PoolColumns]  # by Tier
+    nvme_changed: NDArray[np.uint8]  # [nvme slots] not 0: the durable index has to learn of it
     # index
     tags: NDArray[np.uint32]  # [buckets, 8]
     rows: NDArray[np.uint32]  # [buckets, 8] row or NONE
@@ -224,6 +226,7 @@ def _columns(shape: TableShape) -> Iterator[_Column]:
         yield column(f"{tier.name}.row", "<u4", slots)
         yield column(f"{tier.name}.extent", "<u2", slots)
         yield column(f"{tier.name}.holders", "<u8", 0 if tier is Tier.NVME else slots)
+    yield column("nvme_changed", "u1", shape.nvme_slots)
     yield column("tags", "<u4", shape.buckets, BUCKET_ENTRIES)
     yield column("rows", "<u4", shape.buckets, BUCKET_ENTRIES)
     yield column("extent_tier", "u1", extents)

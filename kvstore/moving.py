@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from kvstore.admission import WriteBudget
 from kvstore.errors import FailedPrecondition
 from kvstore.evicting import Evictor
-from kvstore.flights import Flights, parent_hashes
+from kvstore.flights import Flights
 from kvstore.layout import NONE, SlotState, Tier
-from kvstore.moves import U8, U64, FlushLeft, FlushMark, MoveKind, MoveStatus, NvmeChanges
+from kvstore.moves import U8, U64, FlushLeft, FlushMark, MoveKind, MoveStatus
 from kvstore.promoting import Promoting
 from kvstore.recorder import Event
 from kvstore.state import StoreState, mover_bit
-from kvstore.wire.packed import MOVE, NVME_ENTRY
+from kvstore.wire.packed import MOVE
 from kvstore.writing import Writing
 
 __all__ = ["Moving"]
@@ -113,23 +113,6 @@ class Moving:
             first["hash"].tobytes(),
         )
         return moves
-
-    def take_changes(self, path: int) -> NvmeChanges:
-        """What the durable index has to learn of a path."""
-        state, columns = self._state, self._state.columns
-        slots = np.flatnonzero(state.nvme_changed).astype(np.uint32)
-        slots = slots[state.nvme.devices(slots) == path]
-        state.nvme_changed[slots] = False
-        sealed = state.nvme.sealed(slots)
-        holds = slots[sealed]
-        rows = state.nvme.row[holds]
-        published = np.zeros(len(holds), dtype=NVME_ENTRY)
-        published["slot"], published["generation"] = holds, state.nvme.generations(holds)
-        published["namespace"], published["depth"] = columns.namespace[rows], columns.depth[rows]
-        published["touch"], published["hash"] = columns.touch[rows], columns.hash[rows]
-        published["parent"] = parent_hashes(state, rows)
-        published["ns_digest"] = state.namespaces.digests16(columns.namespace[rows])
-        return NvmeChanges(published=published, freed=slots[~sealed])
 
     # -- back in
 

@@ -247,8 +247,8 @@ class Promoting:
         self.undo(flights["dram"])
         nvme = self._still_there(flights)
         rows = state.nvme.row[nvme]
+        state.nvme_changed[nvme] = 1
         state.columns.nvme[rows] = NONE
-        state.nvme_changed[nvme] = True
         last = rows[~state.table.has_copy(rows)]
         state.ghosts.note(state.columns.hash[last], MissCause.CORRUPT)
         state.table.free(last)

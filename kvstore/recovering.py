@@ -165,6 +165,8 @@ def _slots(columns: Columns, tier: Tier, inside: NDArray[np.bool_], known: np.ui
         stays = linked | private
         pool.holders[~stays] = 0
     freed = ~stays & (state != SlotState.FREE)
+    if tier is Tier.NVME:
+        columns.nvme_changed[freed] = 1
     pool.state[freed] = (pool.state[freed] & ~_STATE_BITS) + _ONE_GENERATION
     pool.state[private] = (pool.state[private] & ~_STATE_BITS) | np.uint64(SlotState.FILLING)
     pool.row[~linked] = NONE

@@ -36,6 +36,10 @@ class FreeRuns:
         """Free ids."""
         return int(self._counts.sum())
 
+    def is_free(self) -> NDArray[np.bool_]:
+        """[all ids] the bitmap, not to be changed."""
+        return self._free
+
     def add_range(self, base: int, size: int) -> None:
         """Ids [base, base + size) belong here from now on; the bitmap says which are free."""
         at = int(np.searchsorted(self._bases, base))
@@ -52,6 +56,11 @@ class FreeRuns:
         self._sizes = np.delete(self._sizes, at)
         self._counts = np.delete(self._counts, at)
         self._at, self._ready = 0, _EMPTY
+
+    def spans(self) -> list[tuple[int, int]]:
+        """As `ranges`, of the ranges alone that have an id that is not free."""
+        used = self._counts < self._sizes
+        return list(zip(self._bases[used].tolist(), self._sizes[used].tolist(), strict=True))
 
     def ranges(self) -> list[tuple[int, int]]:
         """The ranges as (base, size), ascending, neighbours merged."""
@@ -93,6 +102,40 @@ class FreeRuns:
         at = np.searchsorted(self._bases, ids, side="right") - 1
         self._counts -= np.bincount(at, minlength=len(self._counts))
         self._ready = _EMPTY
+
+    def take_runs(self, count: int, *, least: int) -> list[tuple[int, int]]:
+        """Up to `count` ids as runs (first id, ids) of at least `least`, or of all it wants; the last range first.
+
+        Whoever wants many at a time, and does not mind getting fewer. O(ids of the ranges looked at).
+        """
+        runs: list[tuple[int, int]] = []
+        for at in reversed(range(len(self._bases))):
+            base, size = int(self._bases[at]), int(self._sizes[at])
+            for first, length in self._runs_of(at, base, size, max(1, min(least, count))):
+                first, length = max(first, first + length - count), min(length, count)
+                if not length:
+                    break
+                self._free[first : first + length] = False
+                self._counts[at] -= length
+                count -= length
+                if runs and runs[-1][0] == first + length:
+                    runs[-1] = (first, length + runs[-1][1])
+                else:
+                    runs.append((first, length))
+        self._ready = _EMPTY
+        return runs[::-1]
+
+    def _runs_of(self, at: int, base: int, size: int, least: int) -> list[tuple[int, int]]:
+        """Free runs of one range, the last first."""
+        if self._counts[at] == size:
+            return [(base, size)]
+        if self._counts[at] < least:
+            return []
+        edges = np.flatnonzero(np.diff(self._free[base : base + size], prepend=False, append=False))
+        starts, ends = edges[::2], edges[1::2]
+        long = ends - starts >= least
+        pairs = zip((starts[long] + base).tolist(), (ends - starts)[long].tolist(), strict=True)
+        return list(pairs)[::-1]
 
     def _advance(self) -> None:
         """Goes on to the next range with a free id; there is one."""

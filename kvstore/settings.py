@@ -19,6 +19,7 @@ from kvstore.config import (
     HbmBudget,
     NvmePath,
     NvmeThrottle,
+    Recovery,
     ServeConfig,
     default_socket,
     parse_toml,
@@ -172,6 +173,13 @@ def _string(raw: object) -> str:
     return str(raw)
 
 
+def _recovery(raw: object) -> Recovery:
+    try:
+        return Recovery(raw)
+    except ValueError:
+        _wrong(raw, "one of " + ", ".join(choice.value for choice in Recovery))
+
+
 def _durability(raw: object) -> Durability:
     try:
         return Durability(raw)
@@ -244,6 +252,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "int": _integer,
     "str": _string,
     "Durability": _durability,
+    "Recovery": _recovery,
     "HbmBudget": _hbm_budget,
     "NvmeThrottle": _nvme_throttle,
     "tuple[NvmePath, ...]": _nvme,
@@ -290,8 +299,8 @@ def _refuse_unknown(layer: _Layer, keys: Mapping[str, object]) -> None:
 
 
 def _plain(value: object) -> bool | int | float | str | tuple[str, ...] | None:
-    if isinstance(value, Durability):
-        return value.value
+    if isinstance(value, Durability | Recovery):
+        return str(value.value)
     if isinstance(value, HbmBudget):
         return value.size_bytes or str(value)
     if isinstance(value, NvmeThrottle):

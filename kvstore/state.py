@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,18 @@ from kvstore.slots import ClassKey, SlotPool
 from kvstore.table import BlockTable
 from kvstore.waiting import Waits
 
-__all__ = ["NO_SLOTS", "StoreState", "mover_bit"]
+__all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit"]
 
 NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _SESSION_BITS = np.uint64((1 << MOVER_BIT) - 1)
+
+
+class Load(Protocol):
+    """What `kvstore.loading` has under way for one path."""
+
+    def clear(self, namespace: int | None) -> None:
+        """What a namespace (None: every one) has is not to be entered any more."""
+        ...
 
 
 def mover_bit(path: int) -> np.uint64:
@@ -56,6 +65,7 @@ class StoreState:
         "hbm",
         "hung",
         "limits",
+        "loads",
         "namespaces",
         "no_slab_until_ms",
         "now_ms",
@@ -91,8 +101,10 @@ class StoreState:
         self.namespaces = Namespaces(columns)
         self.waits = Waits(columns.shape.max_rows, self._unresolved)
         self.ghosts = Ghosts(limits.ghosts)
-        self.nvme_changed: NDArray[np.bool_] = np.zeros(len(self.nvme), dtype=np.bool_)
-        """NVMe slots that the durable index has to learn of."""
+        self.nvme_changed = columns.nvme_changed
+        """NVMe slots that the durable index has to learn of: noted before they change, see kvstore.index_changes."""
+        self.loads: list[Load] = []
+        """Paths whose blocks are being entered: rows and extents are put aside for them."""
         self.hung: NDArray[np.bool_] = np.zeros(256, dtype=np.bool_)
         """Paths, by the number that an extent has of them, whose disk does not answer: kvstore.paths."""
         self.no_slab_until_ms = [0] * MAX_MOVERS
@@ -122,14 +134,15 @@ class StoreState:
     def complete(self, tier: Tier, rows: U32, slots: U32, device: int) -> None:
         """FILLING slots hold the complete blocks of these rows from now on."""
         pool = self.pool(tier)
+        if tier is Tier.NVME:
+            self.nvme_changed[slots] = 1
+            self.fault("complete.noted")
         pool.row[slots] = rows
         self.fault("complete.row")
         pool.set_state(slots, SlotState.SEALED)
         self.fault("complete.slot")
         self.table.column(tier, device)[rows] = slots
         self.fault("complete.link")
-        if tier is Tier.NVME:
-            self.nvme_changed[slots] = True
 
     def unlink_fills(self, slots: U32) -> None:
         """FILLING HBM slots become private: rows reserved for them end, loads into them are not waited for."""
@@ -162,13 +175,13 @@ class StoreState:
         """
         pool = self.pool(tier)
         rows = pool.row[slots]
+        if tier is Tier.NVME:
+            self.nvme_changed[slots] = 1
         if tier is Tier.HBM:
             self.columns.hbm[pool.devices(slots), rows] = NONE
         else:
             self.table.column(tier, 0)[rows] = NONE
         self.fault("drop.unlinked")
-        if tier is Tier.NVME:
-            self.nvme_changed[slots] = True
         last = np.unique(rows[~self.table.has_copy(rows)])
         block = self.columns.hash[rows[0]].tobytes() if len(rows) else bytes(16)
         self.recorder.note(Event.DROP, tier, len(slots), len(last), cause, block=block)

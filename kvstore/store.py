@@ -1,13 +1,13 @@
 """The store: the state machine that decides where every block lives, over shared memory that the caller gives.
 
-Pure: the time is an argument, decisions come out as data (`take_changed`, `top_up`, `take_moves`, `take_nvme_changes`),
+Pure: the time is an argument, decisions come out as data (`take_changed`, `top_up`, `take_moves`),
 completions go back in. One owner: no call may overlap another. Errors are raised before anything is changed, or say
 that nothing was. The files beside this one hold the parts: acquiring, sealing, moving, evicting, crediting, recovering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.evicting import Evictor
 from kvstore.health import PathHealth
+from kvstore.index_changes import IndexChanges
 from kvstore.layout import (
     NONE,
     ExtentState,
@@ -33,7 +34,7 @@ from kvstore.layout import (
     write_header,
 )
 from kvstore.leaving import Leaving, slots_for
-from kvstore.loading import load_nvme
+from kvstore.loading import Loading, LoadSlab
 from kvstore.moves import (
     U8,
     U32,
@@ -46,7 +47,6 @@ from kvstore.moves import (
     FlushMark,
     Grant,
     NamespaceId,
-    NvmeChanges,
     SessionId,
     Slots,
     StepAnswer,
@@ -84,6 +84,7 @@ class Store:
         "_prefetching",
         "_sealing",
         "_state",
+        "index_changes",
         "paths",
     )
 
@@ -93,6 +94,7 @@ class Store:
         self._evictor = Evictor(state)
         self._leaving = Leaving(state, self._evictor)
         self._moving = Moving(state, self._evictor)
+        self.index_changes = IndexChanges(state)
         self._acquiring = Acquiring(state, self._evictor, self._moving.promoting)
         self._sealing = Sealing(state)
         self._crediting = Crediting(state, self._evictor)
@@ -145,9 +147,7 @@ class Store:
         reconcile(columns, fault)
         store = cls(StoreState(columns, limits, policy, fault))
         store._moving.promoting.all_down()
-        for extent in store._state.extents.of(Tier.NVME):
-            base, size = store._state.extents.range(extent)
-            store._state.nvme_changed[base : base + size] = True  # the durable index may be behind
+        columns.nvme_changed[columns.nvme_changed != 0] = 1  # taken or not, the durable index may be behind
         store._state.counters["recovered_blocks"] = store._state.table.used
         store.tick(now_ms)
         return store
@@ -444,10 +444,6 @@ class Store:
         self._state.tell_time(now_ms)
         self._moving.mover_dead(path)
 
-    def take_nvme_changes(self, path: int) -> NvmeChanges:
-        """Slots of a path that changed since the last call, as they are now, for the durable index."""
-        return self._moving.take_changes(path)
-
     def flush(self) -> FlushMark:
         """Queues every block that is in DRAM and not in storage; `left_of` tells how many are still to come."""
         return self._moving.flush()
@@ -463,31 +459,13 @@ class Store:
         self._pins.expire(state.now_ms)
         self._evictor.keep_reserves()
         self._moving.catch_up()
+        self.index_changes.tick()
 
     # ------------------------------------------------------------ storage that is found, administration, reports
 
-    def load_nvme(
-        self,
-        *,
-        hashes: U64,
-        parents: U64,
-        namespaces: U32,
-        depths: U32,
-        slots: U32,
-        generations: U32,
-        touches: U64,
-    ) -> int:
-        """Enters blocks that storage has. See loading.load_nvme."""
-        return load_nvme(
-            self._state,
-            hashes=hashes,
-            parents=parents,
-            namespaces=namespaces,
-            depths=depths,
-            slots=slots,
-            generations=generations,
-            touches=touches,
-        )
+    def begin_load(self, path: int, slabs: Sequence[LoadSlab], blocks: int) -> Loading:
+        """Puts extents and rows aside for blocks that storage has: see kvstore.loading."""
+        return Loading(self._state, path, slabs, blocks)
 
     def pin(self, *, now_ms: int, namespace: int, hashes: U64, ttl_ms: int) -> int:
         """Keeps the cached leading run of a chain from losing its last copies; returns its blocks.

@@ -29,6 +29,7 @@ __all__ = [
     "available_memory_bytes",
     "check_sealed",
     "create_memfd",
+    "give_back",
     "map_memory",
     "populate",
     "reserve",
@@ -112,6 +113,15 @@ def create_memfd(name: str, nbytes: int, *, huge_pages: bool = False) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def give_back(fd: int, nbytes: int) -> None:
+    """Lets the pages of a memfd go, whoever maps it: from now on it reads as zeros. Raises OSError.
+
+    Pages that a device has pinned stay until they are unpinned.
+    """
+    with mmap.mmap(fd, nbytes) as whole:
+        whole.madvise(mmap.MADV_REMOVE)
 
 
 def check_sealed(fd: int, nbytes: int) -> None:

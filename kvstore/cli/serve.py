@@ -39,8 +39,9 @@ def serve(
     nvme_extent: Annotated[str | None, typer.Option(help="Size of one slab file.")] = None,
     nvme_threads: Annotated[str | None, typer.Option(help="I/O threads of each path; 0 probes.")] = None,
     durability: Annotated[
-        str | None, typer.Option(help="When bytes are forced to disk: commit, or flush.")
+        str | None, typer.Option(help="What disk blocks survive: power, process, none.")
     ] = None,
+    recovery: Annotated[str | None, typer.Option(help="Disk blocks at a start: quiet, strict, none.")] = None,
     devices: Annotated[str | None, typer.Option(help="Number of GPUs, or of their twins.")] = None,
     hbm: Annotated[str | None, typer.Option(help="Most HBM of one device, like 64GiB.")] = None,
     min_slot: Annotated[str | None, typer.Option(help="The smallest block expected, like 64KiB.")] = None,
@@ -66,6 +67,7 @@ def serve(
         "nvme_extent": nvme_extent,
         "nvme_threads": nvme_threads,
         "durability": durability,
+        "recovery": recovery,
         "devices": devices,
         "hbm": hbm,
         "min_slot": min_slot,

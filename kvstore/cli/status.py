@@ -23,6 +23,7 @@ _BAR_WIDTH = 12
 _TIER_FIELDS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 _SESSION_FIELDS = tuple(field.name for field in pb.SessionStats.DESCRIPTOR.fields)
 _DEVICE_FIELDS = tuple(field.name for field in pb.DeviceStats.DESCRIPTOR.fields)
+_PATH_FIELDS = tuple(field.name for field in pb.PathStats.DESCRIPTOR.fields)
 _GPU_FIELDS = tuple(field.name for field in pb.GpuStats.DESCRIPTOR.fields if field.name != "links")
 _KINDS = {pb.DEVICE_KIND_UNSPECIFIED: "not known", pb.DEVICE_KIND_TWIN: "twin", pb.DEVICE_KIND_CUDA: "GPU"}
 _OLD_S = 60.0
@@ -64,6 +65,7 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
             for tier in stats.tiers
         ],
         "sessions": [{name: getattr(item, name) for name in _SESSION_FIELDS} for item in stats.sessions],
+        "paths": [{name: getattr(item, name) for name in _PATH_FIELDS} for item in stats.paths],
         "devices": [{name: getattr(item, name) for name in _DEVICE_FIELDS} for item in stats.devices],
         "gpus": [
             {**{name: getattr(item, name) for name in _GPU_FIELDS}, "links": list(item.links)}
@@ -84,6 +86,8 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         _moves(stats),
     )
     parts: list[RenderableType] = [head, _tiers(stats)]
+    if stats.paths:
+        parts.append(_paths(stats))
     if stats.devices:
         parts.append(_devices(stats))
     if stats.gpus:
@@ -134,6 +138,32 @@ def _tiers(stats: pb.StatsReply) -> Table:
             format_count(tier.free_slots),
         )
     return table
+
+
+def _paths(stats: pb.StatsReply) -> Table:
+    table = _table(
+        "NVMe paths", ("folder", "state"), ("folder", "state", "disk", "written", "amplified", "left today")
+    )
+    for path in stats.paths:
+        size, taken = format_size(path.capacity_bytes), format_size(path.disk_bytes)
+        amplified = path.written_bytes / path.accepted_bytes if path.accepted_bytes else 0.0
+        table.add_row(
+            path.path,
+            _path_state(path),
+            f"{taken} of {size}" if path.disk_bytes else f"? of {size}",
+            format_size(path.written_bytes),
+            f"{amplified:.2f}" if amplified else "-",
+            format_size(path.write_budget_left_bytes) if path.write_budget_bytes else "no bound",
+        )
+    return table
+
+
+def _path_state(path: pb.PathStats) -> Text:
+    if not path.in_service:
+        return Text("out of service", style="yellow")
+    if path.leaving_extents:
+        return Text(f"resizing, {format_count(path.leaving_extents)} slabs to go", style="yellow")
+    return Text("in service")
 
 
 def _devices(stats: pb.StatsReply) -> Table:

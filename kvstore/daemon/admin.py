@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.movers import Movers
 from kvstore.daemon.owner import Owner
+from kvstore.daemon.resizing import Resizing
 from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.unary import session_stats
 from kvstore.errors import InvalidArgument
@@ -16,17 +19,22 @@ from tiers.nvme.cleared import EVERY_NAMESPACE
 __all__ = ["Admin"]
 
 _ALL_NAMESPACES = 0xFFFFFFFF
+_NEXT_MS_S = 0.002
+"""A start passes over what is no younger than a clear: whatever is stored after the answer must be of a later ms."""
 
 
 class Admin:
     """Answers administrators. Every method raises KvstoreError for what it refuses."""
 
-    def __init__(self, *, owner: Owner, sessions: Sessions, memory: Memory, movers: Movers) -> None:
+    def __init__(
+        self, *, owner: Owner, sessions: Sessions, memory: Memory, movers: Movers, resizing: Resizing
+    ) -> None:
         self._owner = owner
         self._store = owner.store
         self._sessions = sessions
         self._memory = memory
         self._movers = movers
+        self._resizing = resizing
 
     async def pin(self, request: pb.PinRequest) -> pb.PinReply:
         """Keeps a chain from eviction for a time."""
@@ -48,13 +56,17 @@ class Admin:
         return pb.UnpinReply(unpinned_blocks=unpinned)
 
     async def clear(self, request: pb.ClearRequest) -> pb.ClearReply:
-        """Removes the blocks of a namespace, or all, that nobody holds; answered when no start can bring them back."""
+        """Removes the blocks of a namespace, or all, that nobody holds; answered when no start can bring them back.
+
+        What is stored between call and answer may be a miss after a start; what is stored after the answer is not.
+        """
         every = request.namespace == _ALL_NAMESPACES
         now_ms = self._owner.now_ms()
         result = self._store.clear(None if every else self._namespace(request.namespace))
         self._owner.settle_soon()
         for digest in (EVERY_NAMESPACE,) if every else result.digests:
             await self._movers.note_cleared(digest, now_ms)
+        await asyncio.sleep(_NEXT_MS_S)
         return pb.ClearReply(removed_blocks=result.removed, kept_blocks=result.kept)
 
     async def leases(self, _request: pb.LeasesRequest) -> pb.LeasesReply:
@@ -90,6 +102,15 @@ class Admin:
         else:
             self._owner.warnings.pop("paused", None)
         return pb.PauseReply()
+
+    async def resize(self, request: pb.ResizeRequest) -> pb.ResizeReply:
+        """Gives a tier another size; asked again with the same one it says how far that is."""
+        match request.tier:
+            case "dram":
+                return await self._resizing.resize_dram(request.capacity_bytes)
+            case "nvme":
+                return await self._resizing.resize_path(request.path, request.capacity_bytes)
+        raise InvalidArgument(f"{request.tier!r} cannot be resized: dram, or a path of nvme")
 
     def _namespace(self, number: int) -> NamespaceId:
         return NamespaceId(number)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvstore.config import ServeConfig
+from kvstore.config import Recovery, ServeConfig
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.blackbox import BLACKBOX, open_recorder, saved_paths
 from kvstore.daemon.descriptors import DescriptorServer
@@ -27,14 +27,16 @@ from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.machine import check_disks
 from kvstore.daemon.memory import Memory, extent_plan
-from kvstore.daemon.movers import Movers
+from kvstore.daemon.movers import Movers, PathStart
 from kvstore.daemon.namespaces import NAMESPACES, Namespaces, read_beside_slabs
 from kvstore.daemon.notify import Notifier
 from kvstore.daemon.nvme import SlabTable, secret_on_disk
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.recovery import SECRET, TABLES, Tables, match_descriptors, open_tables, tenant_secret
+from kvstore.daemon.resizing import Resizing
 from kvstore.daemon.services import Services
 from kvstore.daemon.sessions import Sessions
+from kvstore.daemon.sizes import Sizes
 from kvstore.daemon.sockets import Sockets
 from kvstore.daemon.stream import SessionStreams
 from kvstore.daemon.transfers import Transfers
@@ -135,6 +137,7 @@ class Daemon:
                 SECRET: self._secret_fd,
                 BLACKBOX: recorder_fd,
                 NAMESPACES: self._namespaces.fd,
+                Sizes.NAME: self._sizes.fd,
                 **slabs,
             }
         )
@@ -154,6 +157,8 @@ class Daemon:
         if self._metrics is not None:
             await self._metrics.start()
         self._spawn(self._memory.grow_forever())
+        self._spawn(self._resizing.dram.run_forever())
+        self._resizing.dram.changed()  # an earlier daemon may have been killed before the size held
         self._spawn(self._sweep_forever())
         self._spawn(self._kept.watch_keeper())
         self._spawn(self._transfers.save_forever())
@@ -164,7 +169,8 @@ class Daemon:
         self._owner = Owner(
             store=tables.store, config=self._config, boot_epoch=time.time_ns(), recorder=self._recorder
         )
-        self._memory = Memory(self._owner, self._kept, tables.columns)
+        self._sizes = Sizes({} if tables.fresh else self._inherited)
+        self._memory = Memory(self._owner, self._kept, tables.columns, self._sizes)
         self._sessions = Sessions(self._owner, self._kept)
         self._descriptors = DescriptorServer(
             owner=self._owner, sessions=self._sessions, memory=self._memory, tables_fd=tables.fd
@@ -189,6 +195,7 @@ class Daemon:
             keeper_pid=lambda: self._kept.keeper_pid,
         )
         streams = SessionStreams(self._owner)
+        self._resizing = Resizing(self._owner, self._memory, self._movers)
         self._transfers = Transfers(
             owner=self._owner,
             columns=tables.columns,
@@ -198,7 +205,13 @@ class Daemon:
         self._services = Services(
             owner=self._owner,
             unary=unary,
-            admin=Admin(owner=self._owner, sessions=self._sessions, memory=self._memory, movers=self._movers),
+            admin=Admin(
+                owner=self._owner,
+                sessions=self._sessions,
+                memory=self._memory,
+                movers=self._movers,
+                resizing=self._resizing,
+            ),
             transfers=self._transfers,
             streams=streams,
         )
@@ -231,21 +244,29 @@ class Daemon:
             _LOG.warning("secret not read", error=error)  # the path says so when it is opened; memory goes on
             return None
 
-    def _start_paths(self) -> list[asyncio.Event]:
-        opened = []
+    def _start_paths(self) -> list[PathStart]:
+        starts = []
         for number, path in enumerate(self._config.nvme):
-            opened.append(asyncio.Event())
-            self._spawn(self._movers.run_path(number, path, opened[-1]))
-        return opened
+            starts.append(PathStart())
+            self._spawn(self._movers.run_path(number, path, starts[-1]))
+        return starts
 
-    async def _await_paths(self, opened: list[asyncio.Event]) -> None:
-        """Gives the disks a moment, so that what they hold is mostly known when the first client comes."""
+    async def _await_paths(self, starts: list[PathStart]) -> None:
+        """Gives the disks a moment: so that they are ours for certain, and what little they hold is known."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _PATHS_BEFORE_READY_S
-        while not all(event.is_set() for event in opened) and loop.time() < until_s:
+        while any(self._is_awaited(start) for start in starts) and loop.time() < until_s:
+            if self._config.recovery is Recovery.STRICT and not all(start.counted for start in starts):
+                until_s = loop.time() + _PATHS_BEFORE_READY_S
             if self._fault.done():
                 self._fault.result()
             await asyncio.sleep(_PATHS_POLL_S)
+
+    def _is_awaited(self, start: PathStart) -> bool:
+        """Whether the start waits for more of this path. Much that lies there is found while the daemon serves."""
+        if not start.ours or (self._config.recovery is Recovery.STRICT and not start.counted):
+            return True
+        return not start.large and not start.loaded.is_set()
 
     def _say_ready(self, tables: Tables, members: int) -> None:
         gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from kvstore.config import Durability, Limits, NvmeThrottle, ServeConfig
+from kvstore.config import Durability, Limits, NvmeThrottle, Recovery, ServeConfig
 from kvstore.settings import resolve
 
 __all__ = ["config_from_toml", "config_to_toml"]
@@ -29,7 +29,7 @@ def _lines(record: ServeConfig | Limits) -> list[str]:
 
 def _literal(value: object) -> str:
     """TOML's strings and lists of strings are JSON's."""
-    if isinstance(value, Durability):
+    if isinstance(value, Durability | Recovery):
         return json.dumps(value.value)
     if isinstance(value, NvmeThrottle):
         return json.dumps(str(value))

@@ -7,10 +7,9 @@ being behind costs misses after a restart and nothing else, because every traile
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from kvstore.daemon.log import Log
-from kvstore.daemon.nvme import IndexBatch, OpenPath, SlabTable, commit, index_batch
+from kvstore.daemon.nvme import OpenPath, SlabTable, commit, index_batch
 from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError
 from kvstore.layout import Columns
@@ -19,7 +18,7 @@ __all__ = ["IndexWriter"]
 
 _LOG = Log("index")
 _INTERVAL_S = 0.02
-_MAX_BATCHES = 256
+_BATCH_SLOTS = 4096  # a millisecond of the loop
 
 
 class IndexWriter:
@@ -34,14 +33,20 @@ class IndexWriter:
         self._slabs = slabs
         self._opened = opened
         self._dropped_slabs: list[int] = []
-        self._batches: deque[IndexBatch] = deque(maxlen=_MAX_BATCHES)
-        """Not committed yet. Beyond the bound the oldest are given up."""
+        self._behind = False
+        """Whether the last commit failed."""
+        self._map_bytes = 0  # to be resized to; 0: not
         self._due = True  # a kill may have come before the last commit
         self._task: asyncio.Task[None] | None = None
 
     def drop_slab(self, number: int) -> None:
         """The slab is deleted: nothing in it is to be found again."""
         self._dropped_slabs.append(number)
+        self._due = True
+
+    def resize(self, map_bytes: int) -> None:
+        """Before the next commit the index is given another bound, which is not below what its file takes."""
+        self._map_bytes = map_bytes
         self._due = True
 
     def due(self) -> None:
@@ -63,7 +68,7 @@ class IndexWriter:
         self._due = True
         while (task := self.start()) is not None:
             await asyncio.shield(task)
-        if self._batches:
+        if self._behind:
             raise KvstoreError(f"the index of {self._opened.directory.path} is behind")
 
     async def flush(self) -> None:
@@ -83,25 +88,36 @@ class IndexWriter:
         await asyncio.to_thread(self._opened.abandon)
 
     async def _commit(self) -> None:
-        """One round, then a pause so that more can gather. A batch that fails is tried again before later ones."""
+        """One round, then a pause so that more can gather. What fails is tried again with what changed meanwhile."""
         topic = f"index-{self._number}"
         try:
             self._due = False
-            changes = self._owner.store.take_nvme_changes(self._number)
-            dropped, self._dropped_slabs = self._dropped_slabs, []
-            batch = index_batch(changes, dropped, self._columns, self._slabs)
+            changes = self._owner.store.index_changes.take(self._number, _BATCH_SLOTS)
+            batch = index_batch(changes, self._dropped_slabs, self._columns, self._slabs)
+            self._due = len(batch.slots) >= _BATCH_SLOTS
+            if self._map_bytes:
+                await asyncio.to_thread(self._opened.index.resize, self._map_bytes)
+                self._map_bytes = 0
             if batch:
-                self._batches.append(batch)
-            while self._batches:
-                await asyncio.to_thread(commit, self._opened, self._batches[0])
-                self._batches.popleft()
+                written_bytes = await asyncio.to_thread(commit, self._opened, batch)
+                self._owner.store.index_changes.committed(batch.slots)
+                del self._dropped_slabs[: len(batch.dropped_slabs)]
                 self._owner.counters.add("nvme_commits_total")
+                self._owner.store.budget(self._number).spend(self._owner.now_ms(), written_bytes)
+            self._behind = False
             self._owner.warnings.pop(topic, None)
         except KvstoreError as error:
+            self._missed()
             if self._owner.warnings.get(topic) != str(error):
                 _LOG.warning("commit failed", path=self._number, error=error)
             self._owner.warnings[topic] = str(error)
         except Exception:  # noqa: BLE001 (a task's boundary: an index that is behind costs misses after a restart)
+            self._missed()
             self._owner.counters.add("internal_errors_total")
             _LOG.fault("commit failed", path=self._number)
         await asyncio.sleep(_INTERVAL_S)
+
+    def _missed(self) -> None:
+        """What was taken is taken again when something is due next, as it is then."""
+        self._behind, self._due = True, False
+        self._owner.store.index_changes.put_back(self._number)

@@ -9,12 +9,14 @@ Owner loop only; allocation runs in a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.config import ServeConfig
 from kvstore.daemon.identity import DISTRUSTED
@@ -22,13 +24,14 @@ from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session
+from kvstore.daemon.sizes import Sizes
 from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError, ResourceExhausted
 from kvstore.faults import fault
 from kvstore.layout import Columns, ExtentState, Tier
 from kvstore.moves import ExtentId, ExtentInfo
 from kvstore.units import format_size
 from tiers.base import PAGE_BYTES, Sharing
-from tiers.memfd import check_sealed, create_memfd
+from tiers.memfd import check_sealed, create_memfd, give_back
 
 __all__ = ["Memory", "Owned", "Released", "descriptor_name", "extent_plan"]
 
@@ -38,6 +41,9 @@ _PAUSE_S = 0.002
 _PAUSE_UNDER_LOAD_S = 0.1
 _RETRY_S = 30.0
 _DRAM_WARNING = "dram"
+_RETIRED = 1
+"""Identity of a line of the extents table whose DRAM was given back: a client that has not heard of it yet would take
+memory that came under the same number for that which it still maps."""
 
 ExtentListener = Callable[[ExtentInfo, int], None]
 DropListener = Callable[[ExtentInfo], None]
@@ -76,12 +82,14 @@ def extent_plan(config: ServeConfig) -> tuple[int, int]:
 class Memory:
     """Extents of DRAM and HBM, with their descriptors."""
 
-    def __init__(self, owner: Owner, kept: Kept, columns: Columns) -> None:
+    def __init__(self, owner: Owner, kept: Kept, columns: Columns, sizes: Sizes) -> None:
         self._owner = owner
+        self._sizes = sizes
         self._kept = kept
         self._columns = columns
         self._fds: dict[ExtentId, tuple[int, ...]] = {}  # one a shard
         self._dram_extents = 0
+        self._resized = asyncio.Event()
         self._lock = asyncio.Lock()
         self._orphan_since_s: dict[ExtentId, float] = {}
         self._on_extent: list[ExtentListener] = []
@@ -126,10 +134,8 @@ class Memory:
         try:
             async with self._lock:
                 check()
-                free = np.flatnonzero(self._columns.extent_state == ExtentState.FREE)
-                if not len(free):
-                    raise ResourceExhausted(f"all {len(self._columns.extent_state)} extents are in use")
-                names = [descriptor_name(tier, int(free[0]), shard) for shard in range(len(fds))]
+                free = self.free_extent()
+                names = [descriptor_name(tier, free, shard) for shard in range(len(fds))]
                 await self._kept.add(dict(zip(names, fds, strict=True)))
                 fault("extent.stored")
                 try:
@@ -138,7 +144,7 @@ class Memory:
                         device=device,
                         nbytes=nbytes,
                         slot_bytes=slot_bytes,
-                        extent=int(free[0]),
+                        extent=free,
                         identity=identity,
                     )
                 except KvstoreError:
@@ -158,7 +164,75 @@ class Memory:
     async def add_dram(self, nbytes: int) -> None:
         """One more DRAM extent. Raises ResourceExhausted where memory is short."""
         fd = await asyncio.to_thread(create_memfd, "kvstore-dram", nbytes)
-        await self._enter(tier=Tier.DRAM, device=0, nbytes=nbytes, slot_bytes=0, fds=[fd])
+        await self._enter(
+            tier=Tier.DRAM,
+            device=0,
+            nbytes=nbytes,
+            slot_bytes=0,
+            fds=[fd],
+            check=lambda: self._check_dram(nbytes),
+        )
+
+    def _check_dram(self, nbytes: int) -> None:
+        if self._dram_extents and nbytes > self.dram_lacking_bytes:
+            raise ResourceExhausted("dram: the tier was made smaller meanwhile")
+
+    # ------------------------------------------------------------ the size of DRAM
+
+    @property
+    def dram_extent_bytes(self) -> int:
+        """One extent of DRAM."""
+        return extent_plan(self._owner.config)[0]
+
+    @property
+    def dram_bytes(self) -> int:
+        """The size of the DRAM tier: the configuration's, or what it was resized to since the service was started."""
+        size, count = extent_plan(self._owner.config)
+        return self._sizes.dram_bytes or size * count
+
+    @property
+    def dram_lacking_bytes(self) -> int:
+        """What the tier has not got yet of its size."""
+        return max(0, self.dram_bytes - self._dram_extents * self.dram_extent_bytes)
+
+    def resize_dram(self, nbytes: int) -> None:
+        """From now on the tier has this size, in whole extents; what lacks is added. Less: the caller drops extents."""
+        self._sizes.dram_bytes = nbytes
+        self._resized.set()
+
+    async def drop_dram(self, info: ExtentInfo) -> None:
+        """Gives the memory of an empty extent back. Raises FailedPrecondition while a mover is at work in it."""
+        self._owner.store.disown_extent(info.extent, _RETIRED)
+        self._owner.store.drop_extent(info.extent)
+        (fd,) = self._fds.pop(info.extent)
+        self._dram_extents -= 1
+        self._kept.remove([descriptor_name(Tier.DRAM, info.extent)])
+        for listener in self._on_drop:
+            listener(info)
+        try:
+            await asyncio.to_thread(give_back, fd, info.nbytes)  # also where a stopped process maps it still
+        finally:
+            os.close(fd)
+
+    @property
+    def free_extents(self) -> int:
+        """Lines of the extents table that may be used."""
+        return len(self._usable())
+
+    def free_extent(self) -> int:
+        """The first of them. Raises ResourceExhausted."""
+        usable = self._usable()
+        if not len(usable):
+            raise ResourceExhausted(f"all {len(self._columns.extent_state)} extents are in use")
+        return int(usable[0])
+
+    def _usable(self) -> NDArray[np.intp]:
+        """Without those under whose number a session may still map other memory."""
+        columns = self._columns
+        usable = columns.extent_state == ExtentState.FREE
+        if self._owner.sessions:
+            usable &= ~((columns.extent_tier == Tier.DRAM) & (columns.extent_identity == _RETIRED))
+        return np.flatnonzero(usable)
 
     async def add_hbm(
         self, session: Session, *, slots: int, nbytes: int, sharing: Sharing, fds: Sequence[int]
@@ -212,24 +286,30 @@ class Memory:
             raise FailedPrecondition("another session would need this memory, which its driver cannot export")
 
     async def grow_forever(self) -> None:
-        """Adds DRAM extents until the tier has its size; slowly under load, again later where memory is short."""
-        size, count = extent_plan(self._owner.config)
-        while self._dram_extents < count:
+        """Adds DRAM extents while the tier has not its size; slowly under load, again later where memory is short."""
+        size = self.dram_extent_bytes
+        while True:
+            self._resized.clear()
+            if self.dram_lacking_bytes < size:
+                self._owner.warnings.pop(_DRAM_WARNING, None)
+                _LOG.info("dram complete", extents=self._dram_extents, size=format_size(self.dram_bytes))
+                await self._resized.wait()
+                continue
             before = self._owner.counters.values()["messages_total"]
             try:
                 await self.add_dram(size)
             except (OSError, KvstoreError) as error:
                 have = self._dram_extents * size
-                text = f"DRAM tier has {format_size(have)} of {format_size(count * size)}: {error}"
+                text = f"DRAM tier has {format_size(have)} of {format_size(self.dram_bytes)}: {error}"
                 if self._owner.warnings.get(_DRAM_WARNING) != text:
                     _LOG.warning("dram extent failed", error=error)
                 self._owner.warnings[_DRAM_WARNING] = text
-                await asyncio.sleep(_RETRY_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._resized.wait(), _RETRY_S)
                 continue
             self._owner.warnings.pop(_DRAM_WARNING, None)
             loaded = self._owner.counters.values()["messages_total"] > before
             await asyncio.sleep(_PAUSE_UNDER_LOAD_S if loaded else _PAUSE_S)
-        _LOG.info("dram complete", extents=count, size=format_size(count * size))
 
     # ------------------------------------------------------------ leaving
 

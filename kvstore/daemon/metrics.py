@@ -30,6 +30,15 @@ _GPU_GAUGES = (
     "numa_node",
     "age_s",
 )
+_PATH_GAUGES = (
+    "capacity_bytes",
+    "disk_bytes",
+    "in_service",
+    "leaving_extents",
+    "write_budget_bytes",
+    "write_budget_left_bytes",
+)
+_PATH_COUNTERS = ("accepted_bytes", "written_bytes")
 _TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 
 
@@ -59,6 +68,7 @@ class StatsCollector(Collector):
             held.add_metric([str(session.session), "dram"], session.held_dram_slots)
         yield held
         yield from _devices(stats)
+        yield from _paths(stats)
         for name, value in (
             ("rows", stats.rows),
             ("max_rows", stats.max_rows),
@@ -89,6 +99,20 @@ def _devices(stats: pb.StatsReply) -> Iterator[Metric]:
         for gpu in stats.gpus:
             gauge.add_metric([gpu.uuid], getattr(gpu, name))
         yield gauge
+
+
+def _paths(stats: pb.StatsReply) -> Iterator[Metric]:
+    """Each NVMe path. Written over accepted bytes are its write amplification."""
+    for name in _PATH_GAUGES:
+        gauge = GaugeMetricFamily(f"kvstore_path_{name}", f"{name} of an NVMe path", labels=["path"])
+        for path in stats.paths:
+            gauge.add_metric([path.path], getattr(path, name))
+        yield gauge
+    for name in _PATH_COUNTERS:
+        counter = CounterMetricFamily(f"kvstore_path_{name}", f"{name} of an NVMe path", labels=["path"])
+        for path in stats.paths:
+            counter.add_metric([path.path], getattr(path, name))
+        yield counter
 
 
 class MetricsServer:

@@ -1,6 +1,6 @@
 """One NVMe path in service: feeds its mover, takes the answers, commits what became durable.
 
-A write counts for the store once its bytes are on the medium (`Durability.COMMIT`: after the mover's fdatasync), and
+A write counts for the store once its bytes are on the medium (`Durability.POWER`: after the mover's fdatasync), and
 is then entered into the durable index by a group commit in a thread, at most every 20 ms. Reads count at once. A mover
 that dies fails all that it had, after its pidfd has fired; another is started. One that answers nothing for long is
 killed; long before that the store is told that it hangs (`kvstore.paths`), and everything else goes on. A disk that
@@ -29,12 +29,14 @@ from kvstore.daemon.owner import Owner
 from kvstore.daemon.path_slabs import PathSlabs
 from kvstore.daemon.path_voice import PathVoice
 from kvstore.daemon.slab_answers import SlabAnswers
+from kvstore.daemon.space import PathSpace
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
 from kvstore.layout import Columns, Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire import mover as wire
+from tiers.nvme.slab import SlabFile
 
 __all__ = ["MoverPath", "StartLink"]
 
@@ -80,10 +82,12 @@ class MoverPath:
         columns: Columns,
         slabs: SlabTable,
         opened: OpenPath,
+        space: PathSpace,
         start_link: StartLink = MoverLink.start,
     ) -> None:
         self.number = number
         self.opened = opened
+        self.space = space
         self._start_link = start_link
         self.counts: wire.Counts | None = None
         self._owner = owner
@@ -141,6 +145,7 @@ class MoverPath:
                 write_bytes_per_s=bounds.write_bytes_per_s,
                 read_operations_per_s=bounds.read_operations_per_s,
                 write_operations_per_s=bounds.write_operations_per_s,
+                slabs_bytes=self.space.slabs_bytes,
             ),
             lock_fd=self.opened.directory.lock_fd,
         )
@@ -268,6 +273,7 @@ class MoverPath:
             loop.remove_writer(self._link.fileno())
             self._link.stop()
             self._link = None
+        await self.space.close()
         await self.index.close()
 
     async def abandon(self) -> None:
@@ -294,6 +300,18 @@ class MoverPath:
         except (KvstoreError, OSError) as error:
             # Without this extent it would refuse the moves that name it; the next mover is given all of them.
             _LOG.warning("mover killed: it cannot be given an extent", path=self.number, error=error)
+            link.kill()
+        self._update_writer()
+
+    def extent_dropped(self, extent: int) -> None:
+        """The memory of a DRAM extent was given back: no move names it, and none will."""
+        link = self._working()
+        if link is None:
+            return
+        try:
+            link.send_drop(Tier.DRAM, extent)
+        except KvstoreError as error:
+            _LOG.warning("mover killed: it cannot let go of an extent", path=self.number, error=error)
             link.kill()
         self._update_writer()
 
@@ -324,7 +342,34 @@ class MoverPath:
                 break
         self._update_writer()
         self._sync_or_commit()
+        self.space.promise_soon()
         return taken
+
+    def delete_slab(self, extent: int, file: SlabFile) -> bool:
+        """Has the mover delete a slab that no extent has any more; False where there is no mover to have it open.
+
+        Raises Unavailable while one starts or ends, ResourceExhausted.
+        """
+        link = self._working()
+        if link is not None:
+            self._slabs.delete(extent, file, link)
+            self._update_writer()
+            return True
+        if self._link is not None:
+            raise Unavailable(f"the mover of {self.opened.directory.path} is only starting, or ending")
+        return False
+
+    def size_changed(self) -> None:
+        """The path has another size: index and mover are told its bounds."""
+        self.index.resize(self.space.map_bytes)
+        link = self._working()
+        if link is not None:  # another is told when it is started
+            try:
+                link.send_limit(self.space.slabs_bytes)
+            except KvstoreError as error:
+                _LOG.warning("mover killed: it cannot be told its size", path=self.number, error=error)
+                link.kill()
+            self._update_writer()
 
     def _update_writer(self) -> None:
         link = self._working()
@@ -386,7 +431,7 @@ class MoverPath:
         self._disk_answers()
         is_write = self.outstanding.ended(ids, time.monotonic())
         waits = is_write & (statuses == MoveStatus.OK)
-        if self._owner.config.durability is not Durability.COMMIT:
+        if self._owner.config.durability is not Durability.POWER:
             waits[:] = False
         if waits.any():
             self._written.ids.append(ids[waits])
@@ -438,7 +483,7 @@ class MoverPath:
         link = self._working()
         if link is None:
             raise Unavailable(f"nvme path {self.opened.directory.path} is out of service")
-        if self._owner.config.durability is not Durability.COMMIT:
+        if self._owner.config.durability is not Durability.POWER:
             self._sync_id += 1
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._flushing[self._sync_id] = done
@@ -446,5 +491,5 @@ class MoverPath:
             self._update_writer()
             await done
         await self.index.catch_up()
-        if self._owner.config.durability is not Durability.COMMIT:
+        if self._owner.config.durability is not Durability.POWER:
             await self.index.flush()

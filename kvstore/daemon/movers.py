@@ -13,24 +13,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvstore.config import NvmePath
 from kvstore.daemon.kept import Kept
+from kvstore.daemon.load_path import load_path
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.mover_path import MoverPath, StartLink
-from kvstore.daemon.nvme import OpenPath, OpensPath, SlabTable, open_path
+from kvstore.daemon.nvme import FoundPath, OpenPath, OpensPath, SlabTable, open_path, trim
 from kvstore.daemon.owner import Owner
+from kvstore.daemon.path_resizable import PathResizable
 from kvstore.daemon.recovery import Tables
+from kvstore.daemon.resizer import Resizer
+from kvstore.daemon.space import PathSpace, resized
 from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
 from kvstore.mover_link import MoverLink
-from kvstore.moves import ExtentId, ExtentInfo
+from kvstore.moves import ExtentInfo
+from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.nvme.capacity import slab_file_bytes
-from tiers.nvme.cleared import note_cleared, without_cleared
+from tiers.nvme.cleared import note_cleared
+from tiers.nvme.recover import Found
+from tiers.nvme.slab import SlabFile
 
-__all__ = ["Flushed", "Movers"]
+__all__ = ["Flushed", "Movers", "PathStart"]
 
 _LOG = Log("movers")
 _RETRY_S = 0.05
@@ -56,6 +61,20 @@ class Flushed:
     """Of the pending: storage has no place for them beside the others."""
 
 
+class PathStart:
+    """How far the start of one path is."""
+
+    def __init__(self) -> None:
+        self.ours = False
+        """Whether it is locked and can be used."""
+        self.large = False
+        """Whether finding what it holds takes longer than a start should wait."""
+        self.counted = False
+        """Whether what it holds is counted, and a strict recovery has nothing to say against it."""
+        self.loaded = asyncio.Event()
+        """Set when all that it holds is known."""
+
+
 class Movers:
     """The NVMe tier's processes."""
 
@@ -79,7 +98,10 @@ class Movers:
         self._open_path = open_path
         self._start_link = start_link
         self._old = {name: fd for name, fd in inherited.items() if name.startswith("mover-")}
+        self._found: dict[int, FoundPath] = {}
+        """Paths that are ours, whether or not in service yet."""
         self._paths: dict[int, MoverPath] = {}
+        self._resizers: dict[int, Resizer] = {}
         self._cleared: dict[bytes, int] = {}
         """What was cleared in this life, for paths that come into service later."""
         self._noting = asyncio.Lock()
@@ -87,17 +109,28 @@ class Movers:
         self.serving = False
         """Whether the daemon is ready: from then on a path that cannot be used is a warning, never the end."""
         owner.on_settle(self.pump)
-        memory.listen(self._extent_added, lambda _: None)
+        memory.listen(self._extent_added, self._extent_dropped)
 
-    async def run_path(self, number: int, path: NvmePath, opened: asyncio.Event) -> None:
-        """Brings one path into service and keeps it there. `opened` is set when what it holds is known."""
+    async def run_path(self, number: int, path: NvmePath, start: PathStart) -> None:
+        """Brings one path into service and keeps it there."""
         await self._old_mover_ended(number)
         self._owner.store.mover_dead(number, self._owner.now_ms())
-        found = await self._open(path)
-        await self._note_earlier(found)
-        self._enter(number, found)
-        opened.set()
-        _LOG.info("path open", path=path.path, slabs=found.plan.slabs, blocks=len(found.records))
+        sized, opened = path, None
+        while opened is None:
+            self._drop_unfinished(number)
+            sized = await asyncio.to_thread(resized, path)
+            opened = await self._bring_in(number, sized, start)
+        start.loaded.set()
+        _LOG.info("path open", path=path.path, slabs=opened.plan.slabs)
+        space = PathSpace(
+            number=number,
+            owner=self._owner,
+            configured=path,
+            capacity_bytes=sized.capacity_bytes,
+            directory=opened.directory,
+            plan=opened.plan,
+        )
+        await space.restore_budget()
         mover = MoverPath(
             number=number,
             owner=self._owner,
@@ -105,11 +138,45 @@ class Movers:
             memory=self._memory,
             columns=self._tables.columns,
             slabs=self.slabs,
-            opened=found,
+            opened=opened,
+            space=space,
             start_link=self._start_link,
         )
-        self._paths[number] = mover
-        await mover.run_forever()
+        resizable = PathResizable(owner=self._owner, memory=self._memory, mover=mover, slabs=self.slabs)
+        self._paths[number], self._resizers[number] = mover, Resizer(self._owner, resizable)
+        self._resizers[number].changed()  # an earlier daemon may have been killed before the size held
+        await asyncio.gather(mover.run_forever(), self._resizers[number].run_forever())
+
+    def _drop_unfinished(self, number: int) -> None:
+        """Extents of a path that was not brought in to the end, by us or by a daemon that was killed then."""
+        if not self.slabs.entered(number):
+            for info in self._owner.store.extents(Tier.NVME):
+                if info.device == number:
+                    self._owner.store.drop_extent(info.extent)
+
+    async def _bring_in(self, number: int, path: NvmePath, start: PathStart) -> OpenPath | None:
+        """Opens a path and takes over what it holds; None, after a wait, where that failed."""
+        place, found = await self._open(number, path, start)
+        self._found[number] = place
+        try:
+            await self._note_earlier(place)
+            removed = await self._enter(number, place, found)
+            opened = await asyncio.to_thread(place.open, removed)
+        except (KvstoreError, OSError) as error:
+            del self._found[number]
+            await asyncio.to_thread(place.abandon)
+            self._owner.warnings[f"open-{path.path}"] = str(error)
+            _LOG.warning("path not open", path=path.path, error=error)
+            await asyncio.sleep(_OPEN_RETRY_S)
+            return None
+        finally:
+            if found is not None:
+                await asyncio.to_thread(found.close)
+        if opened.renewed:
+            self._owner.store.index_changes.all_changed(number)
+        self.slabs.note_entered(number)
+        self._owner.warnings.pop(f"open-{path.path}", None)
+        return opened
 
     async def _old_mover_ended(self, number: int) -> None:
         """The mover of a daemon before: until it has ended, its disk and its DRAM slots are its own."""
@@ -132,14 +199,21 @@ class Movers:
         self._kept.remove([name])
         os.close(pidfd)
 
-    async def _open(self, path: NvmePath) -> OpenPath:
+    async def _open(self, number: int, path: NvmePath, start: PathStart) -> tuple[FoundPath, Found | None]:
         topic = f"open-{path.path}"
         began_s = asyncio.get_running_loop().time()
         while True:
             try:
-                found = await asyncio.to_thread(
-                    self._open_path, path, self._owner.config, self._secret, read_index=self._tables.fresh
+                place = await asyncio.to_thread(
+                    self._open_path,
+                    path,
+                    self._owner.config,
+                    self._secret,
+                    read_index=not self.slabs.entered(number),
                 )
+                start.ours, start.large = True, place.large
+                found = await self._find(place)
+                start.counted = True
             except (KvstoreError, OSError) as error:
                 waited_s = asyncio.get_running_loop().time() - began_s
                 starting = self._tables.fresh and not self.serving
@@ -154,57 +228,65 @@ class Movers:
                 await asyncio.sleep(delay_s)
                 continue
             self._owner.warnings.pop(topic, None)
-            return found
+            return place, found
+
+    async def _find(self, place: FoundPath) -> Found | None:
+        """What the path holds. Raises KvstoreError, having let go of the path."""
+        if place.find is None:
+            return None
+        try:
+            return await asyncio.to_thread(place.find)
+        except BaseException:
+            place.abandon()
+            raise
 
     # ------------------------------------------------------------ extents and what is in them
 
-    def _enter(self, number: int, found: OpenPath) -> None:
-        """Makes the path's slabs extents of the store, and its blocks rows, where the tables do not have them."""
-        store = self._owner.store
-        have = [info for info in store.extents(Tier.NVME) if info.device == number]
-        if not self._tables.fresh and have:
-            return
-        extents: dict[int, ExtentId] = {}
-        try:
-            for slab in found.slabs:
-                extent = store.add_extent(
-                    tier=Tier.NVME, device=number, nbytes=slab.nbytes, slot_bytes=slab.slot_bytes
-                )
-                self.slabs.set(extent, slab.number, slab.slot_bytes)
-                extents[slab.number] = extent
-            room = found.plan.slabs_bytes - sum(slab_file_bytes(slab.nbytes) for slab in found.slabs)
-            for _ in range(room // slab_file_bytes(found.plan.slab_bytes)):
-                store.add_extent(tier=Tier.NVME, device=number, nbytes=found.plan.slab_bytes, slot_bytes=0)
-        except ResourceExhausted as error:
-            self._owner.warnings[f"extents-{number}"] = f"{found.directory.path} is not used in full: {error}"
-        if extents:
-            self._load(found, extents)
-        self._owner.settle_soon()
+    async def _enter(self, number: int, place: FoundPath, found: Found | None) -> list[SlabFile]:
+        """Makes the path's slabs extents of the store, and its blocks rows, where the tables do not have them.
 
-    def _load(self, found: OpenPath, extents: Mapping[int, ExtentId]) -> None:
-        records = without_cleared(found.records, self._cleared)
-        records = records[np.isin(records["slab"], list(extents))]
-        columns = self._tables.columns
-        slots = records["slot"].copy()
-        for number, extent in extents.items():
-            slots[records["slab"] == number] += columns.extent_slot_base[extent]
-        digests, which = np.unique(records["ns_digest"], axis=0, return_inverse=True)
-        handles = [self._owner.store.intern_namespace(digest.tobytes()) for digest in digests]
-        loaded = self._owner.store.load_nvme(
-            hashes=records["hash"],
-            parents=records["parent"],
-            namespaces=np.array(handles, dtype=np.uint32)[which.reshape(-1)],
-            depths=records["depth"],
-            slots=slots,
-            generations=records["generation"],
-            touches=records["touch"],
-        )
-        _LOG.info("blocks loaded", path=found.directory.path, found=len(records), loaded=loaded)
+        Returns slabs that were removed. Raises KvstoreError, with nothing of it done.
+        """
+        if self.slabs.entered(number):
+            return []
+        store, slabs = self._owner.store, list(place.slabs)
+        if found is not None:
+            slabs = await asyncio.to_thread(trim, place.directory, slabs, found.blocks.used, place.plan)
+            if slabs:
+                await load_path(
+                    number=number,
+                    path=place,
+                    found=found,
+                    slabs=slabs,
+                    owner=self._owner,
+                    table=self.slabs,
+                    cleared=self._cleared,
+                )
+            await asyncio.to_thread(found.close)
+        room = place.plan.slabs_bytes - sum(slab_file_bytes(slab.nbytes) for slab in slabs)
+        try:
+            for _ in range(room // slab_file_bytes(place.plan.slab_bytes)):
+                store.add_extent(tier=Tier.NVME, device=number, nbytes=place.plan.slab_bytes, slot_bytes=0)
+        except ResourceExhausted as error:
+            self._owner.warnings[f"extents-{number}"] = f"{place.directory.path} is not used in full: {error}"
+        self._owner.settle_soon()
+        kept = {slab.number for slab in slabs}
+        return [slab for slab in place.slabs if slab.number not in kept]
+
+    def _extent_dropped(self, info: ExtentInfo) -> None:
+        if info.tier is Tier.DRAM:
+            for path in self._paths.values():
+                path.extent_dropped(info.extent)
 
     def _extent_added(self, info: ExtentInfo, fd: int) -> None:
         if info.tier is Tier.DRAM:
             for path in self._paths.values():
                 path.extent_added(info.extent, info.nbytes, fd)
+
+    def path(self, number: int) -> tuple[MoverPath, Resizer] | None:
+        """A path by its place in the configuration; None while it is not open."""
+        mover = self._paths.get(number)
+        return None if mover is None else (mover, self._resizers[number])
 
     # ------------------------------------------------------------ work
 
@@ -230,6 +312,7 @@ class Movers:
         for path in self._paths.values():
             path.index.due()
             path.index.start()
+            path.space.measure_soon()
 
     async def note_cleared(self, digest: bytes, now_ms: int) -> None:
         """Has every disk remember that a namespace (or EVERY_NAMESPACE) was cleared.
@@ -238,10 +321,10 @@ class Movers:
         """
         self._cleared[digest] = now_ms
         async with self._noting:
-            for path in tuple(self._paths.values()):
-                await self._note(path.opened, {digest: now_ms})
+            for found in tuple(self._found.values()):
+                await self._note(found, {digest: now_ms})
 
-    async def _note_earlier(self, found: OpenPath) -> None:
+    async def _note_earlier(self, found: FoundPath) -> None:
         """A path that has just been opened learns what was cleared before; returns with nothing left to tell."""
         told: dict[bytes, int] = {}
         while self._cleared != told:
@@ -252,7 +335,7 @@ class Movers:
                 except KvstoreError as error:
                     _LOG.warning("clear not noted", error=error)
 
-    async def _note(self, opened: OpenPath, news: Mapping[bytes, int]) -> None:
+    async def _note(self, opened: FoundPath, news: Mapping[bytes, int]) -> None:
         folder = opened.directory.path
         try:
             await asyncio.to_thread(note_cleared, folder, news, opened.directory.disk)
@@ -327,6 +410,25 @@ class Movers:
     def _durable(self) -> int:
         """Blocks that storage has."""
         return next(tier.sealed_slots for tier in self._owner.store.stats().tiers if tier.tier is Tier.NVME)
+
+    def path_stats(self) -> list[pb.PathStats]:
+        """Each configured path, for Stats."""
+        now_ms = self._owner.now_ms()
+        found = []
+        for number, configured in enumerate(self._owner.config.nvme):
+            stats = pb.PathStats(path=configured.path, capacity_bytes=configured.capacity_bytes)
+            budget = self._owner.store.budget(number)
+            stats.accepted_bytes, stats.written_bytes = budget.accepted_bytes, budget.spent_bytes
+            if budget.day_bytes:
+                stats.write_budget_bytes = budget.day_bytes
+                stats.write_budget_left_bytes = budget.left_bytes(now_ms)
+            mover = self._paths.get(number)
+            if mover is not None:
+                stats.capacity_bytes, stats.disk_bytes = mover.space.capacity_bytes, mover.space.disk_bytes
+                stats.in_service = mover.in_service
+                stats.leaving_extents = self._resizers[number].leaving
+            found.append(stats)
+        return found
 
     def counters(self) -> Mapping[str, int]:
         """What the movers counted, over all paths."""

@@ -132,7 +132,7 @@ class Namespaces:
                 key = bytes.fromhex(told["key"]) if "key" in told else namespace_key(digest, self._secret)
                 if len(key) == KEY_BYTES:
                     self._known[digest] = KnownNamespace(parts=parts, key=key, adopted="key" in told)
-        except (AttributeError, KeyError, KvstoreError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, KvstoreError, RecursionError, TypeError, ValueError) as error:
             _LOG.warning("names of namespaces not read", error=error)
 
     def take_unsaved(self) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,20 +18,29 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.config import NvmePath, ServeConfig
+from kvstore.config import MAX_NVME_PATHS, Durability, NvmePath, Recovery, ServeConfig
 from kvstore.daemon.log import Log
-from kvstore.errors import ConfigError, Corruption, KvstoreError
+from kvstore.errors import ConfigError, Corruption
 from kvstore.faults import fault
 from kvstore.layout import Columns, Tier
-from kvstore.moves import NvmeChanges
+from kvstore.moves import U32, NvmeChanges
 from tiers.memfd import create_memfd
 from tiers.nvme.capacity import SlabPlan, check_room, default_map_bytes, plan, slab_file_bytes
 from tiers.nvme.directory import NvmeDirectory, keep_secret, read_secret
-from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, index_file_bytes, remove_index
-from tiers.nvme.recover import recover
+from tiers.nvme.index import (
+    RECORD,
+    SLOT_REF,
+    BlockIndex,
+    DurableIndex,
+    NoIndex,
+    index_file_bytes,
+    remove_index,
+)
+from tiers.nvme.recover import Found, recover
 from tiers.nvme.slab import SlabFile, remove_slab
 
 __all__ = [
+    "FoundPath",
     "IndexBatch",
     "OpenPath",
     "OpensPath",
@@ -47,6 +56,8 @@ __all__ = [
 _LOG = Log("nvme")
 _RECOVER_TIMEOUT_S = 600.0
 _MAX_SLABS = 2048
+_THREAD_IO = Path("/proc/thread-self/io")
+_LARGE_INDEX_BYTES = 32 << 20  # half a million blocks, which are entered in half a second
 
 
 class SlabTable:
@@ -56,10 +67,11 @@ class SlabTable:
 
     def __init__(self, columns: Columns, inherited: Mapping[str, int]) -> None:
         count = columns.shape.max_extents
-        size = -(-16 * count // 4096) * 4096
+        size = -(-8 * (2 * count + MAX_NVME_PATHS) // 4096) * 4096
         self.fd = inherited[self.NAME] if self.NAME in inherited else create_memfd("kvstore-slabs", size)
         table = np.frombuffer(mmap.mmap(self.fd, size), dtype="<u8")
         self._numbers, self._slot_bytes = table[:count], table[count : 2 * count]
+        self._entered = table[2 * count : 2 * count + MAX_NVME_PATHS]
 
     def set(self, extent: int, number: int, slot_bytes: int) -> None:
         """From now on the extent is this slab; number 0: it has none."""
@@ -78,6 +90,14 @@ class SlabTable:
         """[n] slab of each extent."""
         return self._numbers[extents]
 
+    def entered(self, path: int) -> bool:
+        """Whether the tables have all of a path's slabs and their blocks: a start was not killed before that."""
+        return bool(self._entered[path])
+
+    def note_entered(self, path: int) -> None:
+        """From now on they have."""
+        self._entered[path] = 1
+
     def clear(self) -> None:
         """No extent has a slab."""
         self._numbers[:] = 0
@@ -88,12 +108,10 @@ class OpenPath:
     """A path that is open and ours."""
 
     directory: NvmeDirectory
-    index: DurableIndex
+    index: BlockIndex
     plan: SlabPlan
-    slabs: tuple[SlabFile, ...]
-    """Slabs with blocks in them, within the capacity."""
-    records: NDArray[np.void]
-    """RECORD[] of their blocks; empty where the tables know them already."""
+    renewed: bool
+    """Whether the index is empty because it was lost, or made anew: it has to learn of all blocks there are."""
 
     def close(self) -> None:
         """Closes files and lets go of the lock."""
@@ -106,10 +124,41 @@ class OpenPath:
         self.directory.abandon()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPath:
+    """A path that is ours, with what lies there; its index is not open for writing yet."""
+
+    directory: NvmeDirectory
+    plan: SlabPlan
+    slabs: tuple[SlabFile, ...]
+    find: Callable[[], Found] | None
+    """Finds the blocks in the slabs, and blocks on the disk; None where the tables know them already, or the path is
+    empty. Raises ConfigError for what a strict recovery refuses, KvstoreError."""
+    open_index: Callable[[], BlockIndex]
+    """Blocks on the disk; only once what was found is closed."""
+    large: bool = False
+    """Whether finding them takes longer than a start should wait."""
+
+    def open(self, removed: Sequence[SlabFile]) -> OpenPath:
+        """Opens the index, which forgets these slabs. Blocks. Raises KvstoreError."""
+        index = self.open_index()
+        try:
+            for slab in removed:
+                index.drop_slab(slab.number)
+        except BaseException:
+            index.close()
+            raise
+        return OpenPath(directory=self.directory, index=index, plan=self.plan, renewed=index.empty)
+
+    def abandon(self) -> None:
+        """Lets go of it: a directory that was new is left as it was found."""
+        self.directory.abandon()
+
+
 class OpensPath(Protocol):
     """`open_path`, or what opens a path on another disk."""
 
-    def __call__(self, path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> OpenPath:
+    def __call__(self, path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> FoundPath:
         """See open_path."""
         ...
 
@@ -122,68 +171,94 @@ def slab_bytes(path: NvmePath, config: ServeConfig) -> int:
     return size
 
 
-def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> OpenPath:
-    """Locks, checks and opens a path; with `read_index` also finds what it holds. Blocks: call it in a thread.
+def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> FoundPath:
+    """Locks and checks a path; with `read_index` it can tell what it holds. Blocks: call it in a thread.
 
     Raises AlreadyExists while another process has it, ConfigError where it cannot be used, KvstoreError otherwise.
     """
     wanted = plan(path.capacity_bytes, slab_bytes(path, config), default_map_bytes(path.capacity_bytes))
+    folder = Path(path.path)
     directory = NvmeDirectory.open(path.path)
     with contextlib.ExitStack() as undo:
         undo.callback(directory.abandon)
+        check_room(folder, wanted)
+        keep_secret(folder, secret)
         slabs = directory.slabs()
-        check_room(Path(path.path), wanted)
-        keep_secret(Path(path.path), secret)
-        records = np.empty(0, dtype=RECORD)
-        if read_index:
-            found = recover(Path(path.path), map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
-            if found.rebuilt and slabs:
-                _LOG.warning("index rebuilt from trailers", path=path.path, why=found.rebuilt)
-            slabs = trim(directory, slabs, found.records, wanted)
-            records = found.records[np.isin(found.records["slab"], [slab.number for slab in slabs])]
-        too_large = index_file_bytes(Path(path.path)) > wanted.map_bytes
-        if too_large:  # of a larger capacity, and LMDB gives nothing back
-            remove_index(Path(path.path))
-        index = _open_index(Path(path.path), wanted.map_bytes, config)
-        undo.callback(index.close)
-        if too_large:  # where the tables are kept, the first commit enters all that they know
-            _enter_again(index, records)
+        empty = config.recovery is Recovery.NONE or config.durability is Durability.NONE
+        if read_index and empty:
+            slabs = _emptied(directory, slabs)
+        elif (
+            not read_index and index_file_bytes(folder) > wanted.map_bytes
+        ):  # of a larger capacity, and LMDB gives nothing back
+            remove_index(folder)  # the first commit enters all that the tables know
         undo.pop_all()
-    return OpenPath(directory=directory, index=index, plan=wanted, slabs=tuple(slabs), records=records)
+    return FoundPath(
+        directory=directory,
+        plan=wanted,
+        slabs=tuple(slabs),
+        find=(lambda: _find(folder, slabs, wanted, config)) if read_index and not empty else None,
+        large=index_file_bytes(folder) > _LARGE_INDEX_BYTES,
+        open_index=lambda: _open_index(folder, wanted.map_bytes, config),
+    )
 
 
-def _enter_again(index: DurableIndex, records: NDArray[np.void]) -> None:
+def _emptied(directory: NvmeDirectory, slabs: Sequence[SlabFile]) -> list[SlabFile]:
+    """The path begins empty."""
+    if slabs:
+        _LOG.warning("slabs deleted: nothing here is to be believed", path=directory.path, slabs=len(slabs))
+    remove_index(directory.path)
+    for slab in slabs:
+        remove_slab(directory.path, slab, directory.disk)
+    return []
+
+
+def _find(folder: Path, slabs: Sequence[SlabFile], wanted: SlabPlan, config: ServeConfig) -> Found:
+    """What the slabs hold. Raises ConfigError for what a strict recovery refuses."""
+    strict = config.recovery is Recovery.STRICT and bool(slabs)
+    found = recover(folder, map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S, scan=not strict)
+    blocks = found.blocks
+    if strict and blocks.strays:
+        found.close()
+        raise ConfigError(
+            f"nvme: the index of {folder} names {blocks.strays} blocks in slabs that are missing or too short; "
+            f"recovery is strict: put them back, run `kvstore fsck --repair {folder}`, or start with --recovery quiet"
+        )
+    if blocks.rebuilt and slabs:
+        _LOG.warning("index rebuilt from trailers", path=folder, why=blocks.rebuilt)
+    if blocks.strays or blocks.damaged:
+        _LOG.warning("blocks not found again", path=folder, missing=blocks.strays, damaged=blocks.damaged)
+    return found
+
+
+def _open_index(folder: Path, map_bytes: int, config: ServeConfig) -> BlockIndex:
+    if config.durability is Durability.NONE:
+        remove_index(folder)
+        return NoIndex()
     try:
-        index.commit(records, np.empty(0, dtype=SLOT_REF))
-    except KvstoreError as error:  # it is a list of what to expect: the blocks are there without it
-        _LOG.warning("index not written anew", error=error)
-
-
-def _open_index(directory: Path, map_bytes: int, config: ServeConfig) -> DurableIndex:
-    try:
-        return DurableIndex(directory, map_bytes=map_bytes, durability=config.durability)
+        return DurableIndex(folder, map_bytes=map_bytes, durability=config.durability)
     except Corruption as error:
-        _LOG.warning("index damaged, rebuilding", path=directory, error=error)
-        recover(directory, map_bytes=map_bytes, timeout_s=_RECOVER_TIMEOUT_S)
-        return DurableIndex(directory, map_bytes=map_bytes, durability=config.durability)
+        _LOG.warning("index damaged, rebuilding", path=folder, error=error)
+        remove_index(folder)
+        return DurableIndex(folder, map_bytes=map_bytes, durability=config.durability)
 
 
 def trim(
-    directory: NvmeDirectory, slabs: list[SlabFile], records: NDArray[np.void], wanted: SlabPlan
+    directory: NvmeDirectory, slabs: Sequence[SlabFile], used: Mapping[int, int], wanted: SlabPlan
 ) -> list[SlabFile]:
-    """Removes slabs without a block, and those that exceed the capacity, the emptiest first; returns the rest."""
-    used = {slab.number: int(np.count_nonzero(records["slab"] == slab.number)) for slab in slabs}
+    """Removes slabs without a block, and those that exceed the capacity, the emptiest first; returns the rest.
+
+    `used`: blocks of each slab that has any.
+    """
     kept: list[SlabFile] = []
     room = wanted.slabs_bytes
-    for slab in sorted(slabs, key=lambda slab: -used[slab.number]):
-        if used[slab.number] and slab_file_bytes(slab.nbytes) <= room:
+    for slab in sorted(slabs, key=lambda slab: -used.get(slab.number, 0)):
+        blocks = used.get(slab.number, 0)
+        if blocks and slab_file_bytes(slab.nbytes) <= room:
             kept.append(slab)
             room -= slab_file_bytes(slab.nbytes)
         else:
-            if used[slab.number]:
-                _LOG.warning(
-                    "slab removed: the capacity is smaller now", path=directory.path, blocks=used[slab.number]
-                )
+            if blocks:
+                _LOG.warning("slab removed: the capacity is smaller now", path=directory.path, blocks=blocks)
             remove_slab(directory.path, slab, directory.disk)
     return sorted(kept, key=lambda slab: slab.number)
 
@@ -192,12 +267,14 @@ def trim(
 class IndexBatch:
     """What one group commit enters into the durable index."""
 
+    slots: U32
+    """Of the store, of which this is what changed."""
     dropped_slabs: tuple[int, ...]
     freed: NDArray[np.void]  # SLOT_REF[]
     published: NDArray[np.void]  # RECORD[]
 
     def __bool__(self) -> bool:
-        return bool(self.dropped_slabs) or len(self.freed) > 0 or len(self.published) > 0
+        return bool(self.dropped_slabs) or len(self.slots) > 0
 
 
 def index_batch(
@@ -213,6 +290,7 @@ def index_batch(
     freed = np.zeros(len(changes.freed), dtype=SLOT_REF)
     _place(freed, changes.freed, columns, slabs)
     return IndexBatch(
+        slots=np.concatenate((changes.published["slot"], changes.freed)),
         dropped_slabs=tuple(dropped_slabs),
         freed=freed[freed["slab"] != 0],
         published=published[published["slab"] != 0],
@@ -228,14 +306,28 @@ def _place(records: NDArray[np.void], slots: NDArray[np.uint32], columns: Column
     records["slot"] = np.where(inside, at, 0)
 
 
-def commit(opened: OpenPath, batch: IndexBatch) -> None:
-    """One group commit; blocks on the disk. Raises KvstoreError, with nothing of a transaction done."""
+def commit(opened: OpenPath, batch: IndexBatch) -> int:
+    """One group commit; blocks on the disk. Bytes that the index wrote for it, 0 where the kernel does not count them.
+
+    Raises KvstoreError, with nothing of a transaction done.
+    """
+    before = _written_bytes()
     fault("commit.lmdb")
     for number in batch.dropped_slabs:
         opened.index.drop_slab(number)
     if len(batch.published) or len(batch.freed):
         opened.index.commit(batch.published, batch.freed)
     fault("commit.done")
+    return _written_bytes() - before
+
+
+def _written_bytes() -> int:
+    """Bytes that this thread has given to the kernel to write."""
+    try:
+        counts = _THREAD_IO.read_text(encoding="ascii")
+    except OSError:  # a kernel without task accounting, or a /proc that is not ours to read
+        return 0
+    return int(counts.split("wchar:")[1].split()[0])
 
 
 def secret_on_disk(config: ServeConfig) -> bytes | None:

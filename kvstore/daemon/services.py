@@ -47,6 +47,7 @@ _ADMIN_CALLS = {
     "ReleaseDevice": "release_device",
     "Forget": "forget",
     "Pause": "pause",
+    "Resize": "resize",
 }
 
 _TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs": "slabs"}

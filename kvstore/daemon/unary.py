@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from kvstore import __version__
-from kvstore.config import ServeConfig
 from kvstore.daemon.devices import Devices
 from kvstore.daemon.handover import config_to_toml
 from kvstore.daemon.identity import device_digest
@@ -206,12 +205,13 @@ class Unary:
             warnings=list(self._owner.warnings.values()),
             devices=self._devices.device_stats(),
             gpus=self._devices.gpu_stats(),
+            paths=self._movers.path_stats(),
         )
 
     def _tier_stats(self, tier: TierStats) -> pb.TierStats:
         return pb.TierStats(
             tier=tier.tier.name.lower(),
-            capacity_bytes=_capacity(self._owner.config, tier),
+            capacity_bytes=self._capacity(tier),
             allocated_bytes=tier.allocated_bytes,
             slots=tier.slots,
             free_slots=tier.free_slots,
@@ -220,6 +220,15 @@ class Unary:
             held_slots=tier.held_slots,
             orphan_slots=tier.orphan_slots,
         )
+
+    def _capacity(self, tier: TierStats) -> int:
+        match tier.tier:
+            case Tier.HBM:
+                return tier.allocated_bytes  # workers bring it
+            case Tier.DRAM:
+                return self._memory.dram_bytes
+            case Tier.NVME:
+                return sum(path.capacity_bytes for path in self._movers.path_stats())
 
     async def describe(self, _request: pb.DescribeRequest) -> pb.DescribeReply:
         """What this daemon is."""
@@ -263,16 +272,6 @@ def _geometry(request: pb.AttachRequest) -> Geometry:
         for group in request.groups
     )
     return Geometry(groups=groups, dtype=request.dtype)
-
-
-def _capacity(config: ServeConfig, tier: TierStats) -> int:
-    match tier.tier:
-        case Tier.HBM:
-            return tier.allocated_bytes  # workers bring it
-        case Tier.DRAM:
-            return config.dram_bytes
-        case Tier.NVME:
-            return sum(path.capacity_bytes for path in config.nvme)
 
 
 def session_stats(info: SessionInfo, now_ms: int) -> pb.SessionStats:

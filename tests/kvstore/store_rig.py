@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from eviction.lru import Lru
 from kvstore.layout import NONE, TableShape, Tier, table_bytes
+from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveStatus, Outcome, Slots, StoreLimits
+from kvstore.prebuilt import Blocks, Prebuilder, Prebuilt, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
 from kvstore.wire.packed import COPY, SEAL
 
@@ -21,6 +23,20 @@ DIGEST = b"namespace".ljust(32, b".")
 def chain(length: int, seed: int = 0) -> NDArray[np.uint64]:
     """[length, 2] hashes of a prompt; the same seed gives the same prompt, longer or shorter."""
     return np.random.default_rng(seed).integers(1, 2**63, (4096, 2), dtype=np.uint64)[:length]
+
+
+def build(load: Loading, blocks: dict[int, Blocks]) -> Prebuilt:
+    """What the child would hand over."""
+    memory = memoryview(bytearray(prebuilt_bytes(load.plan)))
+    builder = Prebuilder(memory, load.plan)
+    at = 0
+    for slab in load.plan.slabs:
+        if slab.slab in blocks:
+            count = len(blocks[slab.slab].slots)
+            builder.fill(np.arange(at, at + count), blocks[slab.slab], slab)
+            at += count
+    builder.finish()
+    return open_prebuilt(memory, load.plan)
 
 
 class Rig:
@@ -179,6 +195,16 @@ class Rig:
             ids=moves["id"],
             statuses=np.full(len(moves), status, dtype=np.uint8),
         )
+
+    def load(self, path: int, slabs: list[LoadSlab], blocks: dict[int, Blocks]) -> Loading:
+        """Enters blocks of slabs that were found on disk, all that there are."""
+        load = self.store.begin_load(path, slabs, sum(len(each.slots) for each in blocks.values()))
+        built = build(load, blocks)
+        for copy in load.copies(built, FIRST_COLUMNS + LAST_COLUMNS):
+            copy.target[:] = copy.source
+        for _ in load.turns(built):
+            self.check()
+        return load
 
     def recover(self) -> None:
         """The daemon died; a new one takes the tables over."""

@@ -51,7 +51,7 @@ def test_precedence() -> None:
 def test_every_kind_of_value() -> None:
     config = settle(
         {"nvme": ["/a:1GiB", "/b:100G"]},
-        {"KVSTORE_DURABILITY": "flush", "KVSTORE_METRICS_PORT": "9100", "KVSTORE_TCP": "[::1]:7440"},
+        {"KVSTORE_DURABILITY": "process", "KVSTORE_METRICS_PORT": "9100", "KVSTORE_TCP": "[::1]:7440"},
         'orphan_ttl = "2m"\n[limits]\nmessage = 1048576\ncall_deadline = 2\n[client]\ntimeout = "250ms"\n'
         '[worker]\nmodel = "/models/x"\n',
     ).config
@@ -59,7 +59,7 @@ def test_every_kind_of_value() -> None:
         NvmePath(path="/a", capacity_bytes=GIB),
         NvmePath(path="/b", capacity_bytes=100 * 10**9),
     )
-    assert config.serve.durability is Durability.FLUSH
+    assert config.serve.durability is Durability.PROCESS
     assert (config.serve.metrics_port, config.serve.tcp, config.serve.orphan_ttl_s) == (
         9100,
         "[::1]:7440",
@@ -131,7 +131,7 @@ def test_nvme_in_one_text_and_an_empty_variable() -> None:
         ("file", "dram = true", "k.toml: dram: True is not a size like 8GiB"),
         ("file", "dram =", "k.toml: not valid TOML: "),
         ("file", "orphan_ttl = []", "k.toml: orphan_ttl: [] is not a duration like 120s"),
-        ("file", 'durability = "never"', "k.toml: durability: 'never' is not one of commit, flush"),
+        ("file", 'durability = "never"', "k.toml: durability: 'never' is not one of none, process, power"),
         ("file", "[limits]\ncall_deadlin = 3", "k.toml: unknown key 'limits.call_deadlin'; did you mean "),
         ("file", "[limits]\ncall_deadline = 0", "k.toml: limits.call_deadline: must be more than 0s"),
         ("file", "qqqq = 3", "k.toml: unknown key 'qqqq'; `kvstore config` lists what there is"),

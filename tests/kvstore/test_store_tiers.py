@@ -260,15 +260,15 @@ def test_the_durable_index_learns_each_change_once() -> None:
     one = rig.attach()
     rig.write_through(one, chain(2))
     rig.write_down()
-    changes = rig.store.take_nvme_changes(0)
+    changes = rig.store.index_changes.take(0, 1000)
     assert changes.published["hash"].tolist() == chain(2).tolist()
     assert changes.published["parent"][1].tolist() == chain(1)[0].tolist()
     assert len(changes.freed) == 0
-    assert len(rig.store.take_nvme_changes(0).published) == 0
+    assert len(rig.store.index_changes.take(0, 1000).published) == 0
     rig.evict_hbm()
     rig.evict_dram()
     rig.store.clear(None)
-    changes = rig.store.take_nvme_changes(0)
+    changes = rig.store.index_changes.take(0, 1000)
     assert changes.freed.tolist() == [0, 1]
     assert len(changes.published) == 0
 
@@ -603,73 +603,6 @@ def test_prefetches_go_by_deadline_and_behind_who_waits() -> None:
     rig.acquire(one, chain(2, seed=2), lease=4)
     order = [rig.store.take_moves(0, 2)["hash"].tolist() for _ in range(3)]
     assert order == [chain(2, seed=seed).tolist() for seed in (2, 1, 0)]
-    rig.check()
-
-
-# ------------------------------------------------------------ storage that is found again
-
-
-def test_blocks_found_on_disk_are_hits() -> None:
-    rig = Rig()
-    one = rig.attach()
-    on_disk(rig, one, chain(6))
-    entries = rig.store.take_nvme_changes(0).published
-    fresh = Rig(nvme=0)
-    fresh.store.add_extent(tier=Tier.NVME, device=0, nbytes=32 * 2 * PAGE, slot_bytes=PAGE, extent=9)
-    namespace = fresh.store.intern_namespace(entries["ns_digest"][0].tobytes())
-    order = np.random.default_rng(3).permutation(len(entries))
-    twice = entries[np.concatenate((order, order[:2]))]
-    loaded = fresh.store.load_nvme(
-        hashes=twice["hash"],
-        parents=twice["parent"],
-        namespaces=np.full(len(twice), namespace, dtype=np.uint32),
-        depths=twice["depth"],
-        slots=twice["slot"],
-        generations=twice["generation"],
-        touches=twice["touch"],
-    )
-    assert loaded == 6
-    fresh.check()
-    two = fresh.attach()
-    assert fresh.namespaces[two] == namespace
-    assert fresh.acquire(two, chain(6), lease=1).outcomes.tolist() == [PROMOTING] * 6
-    moves = fresh.store.take_moves(0, 10)
-    assert sorted(moves["generation"].tolist()) == sorted(entries["generation"].tolist())
-    assert {tuple(m["hash"]): int(m["nvme_slot"]) for m in moves} == {
-        tuple(e["hash"]): int(e["slot"]) for e in entries
-    }
-    state = fresh.store._state
-    rows = state.table.locate(chain(6), namespace)
-    assert state.columns.parent[rows[1:]].tolist() == rows[:-1].tolist()
-    assert fresh.store._state.nvme.class_of(next(iter(state.nvme.classes))).slots == 32
-    fresh.check()
-
-
-def test_records_of_slots_that_are_not_there_are_passed_over() -> None:
-    rig = Rig(nvme=4)
-    namespace = rig.store.intern_namespace(b"n" * 16)
-    loaded = rig.store.load_nvme(
-        hashes=chain(3),
-        parents=chain(3),
-        namespaces=np.full(3, namespace, dtype=np.uint32),
-        depths=np.arange(3, dtype=np.uint32),
-        slots=np.array([1, 200, 4_000_000_000], dtype=np.uint32),
-        generations=np.ones(3, dtype=np.uint32),
-        touches=np.full(3, (1 << 64) - 1, dtype=np.uint64),
-    )
-    assert loaded == 0  # the extent is not cut: nobody said that it holds blocks of this size
-    rig.check()
-    rig.store.add_extent(tier=Tier.NVME, device=0, nbytes=4 * 2 * PAGE, slot_bytes=PAGE)
-    loaded = rig.store.load_nvme(
-        hashes=chain(3),
-        parents=chain(3),
-        namespaces=np.full(3, namespace, dtype=np.uint32),
-        depths=np.arange(3, dtype=np.uint32),
-        slots=np.array([1, 200, 4_000_000_000], dtype=np.uint32),
-        generations=np.ones(3, dtype=np.uint32),
-        touches=np.full(3, (1 << 64) - 1, dtype=np.uint64),
-    )
-    assert loaded == 1
     rig.check()
 
 

@@ -77,6 +77,7 @@ class IndexTwin:
         if file.unsynced_boot is not None and file.unsynced_boot != boot:
             raise Corruption("the index was not flushed before the machine stopped")
         self._file = file
+        self.empty = not file.records
         self._map_bytes = map_bytes
         self._before = before
         self._synced = synced

@@ -8,6 +8,7 @@ as it is: nothing of it runs again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import itertools
@@ -92,6 +93,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._jobs.clear()
         self._readers.clear()
         self._writers.clear()
+
+    def close_tasks(self) -> None:
+        """Lets go of what was under way, once nothing of it can matter any more."""
+        asyncio._set_running_loop(self)
+        try:
+            for task in self.tasks:
+                with contextlib.suppress(BaseException):
+                    task.get_coro().close()  # type: ignore[union-attr]
+        finally:
+            asyncio._set_running_loop(None)
+        self.tasks.clear()
 
     # ------------------------------------------------------------ asyncio's side
 

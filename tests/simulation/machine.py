@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -489,13 +487,9 @@ class Machine:
             if name == SlabTable.NAME:
                 os.close(fd)
         os.close(self.null_fd)
-        hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-        asyncio._set_running_loop(self.life.loop)
-        del self.life
+        for life in (*self._buried, self.life):
+            life.loop.close_tasks()
         self._buried.clear()
-        gc.collect()
-        asyncio._set_running_loop(None)
-        sys.unraisablehook = hook
 
     # ------------------------------------------------------------ what everything asks
 

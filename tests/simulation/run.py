@@ -67,7 +67,7 @@ class Totals:
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     fullest: float = 0.0
-    """Of the configured capacity, the most that was on a disk."""
+    """Of the room for slabs, the most that was taken."""
 
     @property
     def crashes(self) -> int:
@@ -82,7 +82,7 @@ class Totals:
             f"{self.crashes:,} crashes in {self.seconds:,.0f} s ({kinds}, {counts['asides']:,} aside) over "
             f"{self.seeds:,} seeds: 0 wrong bytes in {counts['served'] + counts['read']:,} blocks read, 0 lost of "
             f"{counts['owed']:,} owed after {counts['flushes']:,} flushes, {counts['clears']:,} clears, at most "
-            f"{self.fullest:.1%} of the capacity"
+            f"{self.fullest:.1%} of the room for slabs"
         )
 
 
@@ -126,7 +126,7 @@ def run_seed(seed: int, steps: int, totals: Totals, *, plan: Plan | None = None)
         logger.handlers[:], logger.propagate = before[:2]
         logger.setLevel(before[2])
         counts = scenario.machine.counts
-        fullest = counts.pop("most_bytes", 0) / scenario.machine.shape.capacity_bytes
+        fullest = counts.pop("most_bytes", 0) / scenario.machine.shape.slab_room
         totals.counts.update(counts)
         totals.fullest = max(totals.fullest, fullest)
         totals.seeds += 1

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.daemon.movers import Flushed
 from kvstore.errors import KvstoreError
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -56,7 +57,7 @@ class Plan:
 
 @dataclass
 class _Flush:
-    task: asyncio.Task[tuple[int, int]]
+    task: asyncio.Task[Flushed]
     wanted: set[Key]
     """What was in DRAM when it was asked for."""
     durable: dict[Key, Place] | None = None
@@ -194,7 +195,7 @@ class Scenario:
             self._flushes.remove(flush)
             if flush.task.exception() is not None:
                 continue
-            _, pending = flush.task.result()
+            pending = flush.task.result().pending_blocks
             self.machine.note(f"flush is answered, {pending} pending")
             if pending == 0 and flush.durable is not None:
                 self.machine.counts["flushes"] += 1
@@ -356,11 +357,20 @@ class Scenario:
         self._check_gone(known(self.machine.life), "nothing")
 
     def _check_size(self) -> None:
-        machine = self.machine
+        """Slabs and index, each and together."""
+        machine, shape = self.machine, self.machine.shape
+        slabs = sum(size for name, size in machine.disk.files(_folder()) if name.startswith("slab-"))
+        machine.counts["most_bytes"] = max(machine.counts["most_bytes"], slabs)
         used = machine.disk.used_bytes() + machine.index_file.nbytes
-        machine.counts["most_bytes"] = max(machine.counts["most_bytes"], used)
-        if used > machine.shape.capacity_bytes:
-            raise Wrong(f"{used} bytes are on the disk, {machine.shape.capacity_bytes} are configured")
+        if (
+            slabs > shape.slab_room
+            or machine.index_file.nbytes > shape.map_bytes
+            or used > shape.capacity_bytes
+        ):
+            raise Wrong(
+                f"{used} bytes on the disk, {slabs} of them slabs; {shape.capacity_bytes} are configured, "
+                f"{shape.slab_room} of them for slabs"
+            )
 
     # ------------------------------------------------------------ asides
 

@@ -77,6 +77,7 @@ def _story(world: World) -> None:
         lambda: world.kill(client(0)),
         world.tick,
         world.mover_ended,
+        lambda: world.find(client(2), 3),
         world.clear,
     ]
     for act in acts:

@@ -15,7 +15,9 @@ import numpy as np
 
 from eviction.lru import Lru
 from kvstore.layout import NONE, SlotState, TableShape, Tier, states, table_bytes
+from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
+from kvstore.prebuilt import Blocks, Prebuilder, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
 from kvstore.wire.packed import COPY, SEAL
 
@@ -589,6 +591,45 @@ class World:
         evictor, pool = self.store._evictor, self.store._state.pool(tier)
         slots = np.arange(len(pool), dtype=np.uint32)
         self._call(lambda: evictor.evict(tier, slots[evictor.evictable(pool, slots)]))
+
+    def find(self, client: Client, chain: int) -> None:
+        """Another path comes into service, with a chain on its disk; a daemon that dies meanwhile starts over."""
+        blocks = self.chain(client, chain, self.BLOCKS)
+        hashes = np.array([self.hash_of(block) for block in blocks], dtype=np.uint64)
+        parents = np.concatenate((np.zeros((1, 2), dtype=np.uint64), hashes[:-1]))
+        slab = LoadSlab(slab=7, nbytes=2 * PAGE * (len(blocks) + 2), slot_bytes=PAGE)
+        count = len(blocks)
+        found = Blocks(
+            hashes=hashes,
+            parents=parents,
+            namespaces=np.full(count, client.namespace, dtype=np.uint32),
+            depths=np.arange(count, dtype=np.uint32),
+            touches=np.full(count, (self.now_ms - 1) << 20, dtype=np.uint64),
+            slots=np.arange(count, dtype=np.uint32),
+            generations=np.ones(count, dtype=np.uint32),
+        )
+
+        def load() -> Loading:
+            begun = self.store.begin_load(1, [slab], count)
+            extent = begun.extents[7]
+            for at, block in enumerate(blocks):
+                self._write_at(extent, at * 2 * PAGE, PAGE, self.name(block))
+            memory = memoryview(bytearray(prebuilt_bytes(begun.plan)))
+            builder = Prebuilder(memory, begun.plan)
+            builder.fill(np.arange(count), found, begun.plan.slabs[0])
+            builder.finish()
+            built = open_prebuilt(memory, begun.plan)
+            for copy in begun.copies(built, FIRST_COLUMNS + LAST_COLUMNS):
+                copy.target[:] = copy.source
+            for _ in begun.turns(built):
+                self.check()
+            return begun
+
+        while self._call(load) is None:
+            for info in self.store.extents(Tier.NVME):
+                if info.device == 1:
+                    self.store.drop_extent(info.extent)
+            self.check()
 
     def clear(self) -> None:
         """An administrator."""

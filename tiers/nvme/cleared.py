@@ -9,6 +9,7 @@ and renamed: `<32 hex digits, or *> <ms>`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,15 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import Corruption
+from kvstore.moves import U64
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.slab import sync_directory
 
-__all__ = ["EVERY_NAMESPACE", "note_cleared", "read_cleared", "without_cleared"]
+__all__ = ["EVERY_NAMESPACE", "is_cleared", "note_cleared", "read_cleared", "without_cleared"]
 
 EVERY_NAMESPACE = b""
 _FILE = "cleared"
 _EVERY = "*"
-_DIGEST_BYTES = 16
+_LINE = re.compile(r"(\*|[0-9a-f]{32}) ([0-9]{1,15})")
 _TOUCH_SHIFT = np.uint64(20)  # below it a touch key has the depth: kvstore.layout.touch_key
 
 
@@ -42,14 +44,11 @@ def read_cleared(directory: Path, disk: Disk = SYSTEM_DISK) -> dict[bytes, int]:
         raise Corruption(f"{file} cannot be read: {error}") from error
     found: dict[bytes, int] = {}
     for line in text.splitlines():
-        name, _, ms = line.partition(" ")
-        try:
-            digest = EVERY_NAMESPACE if name == _EVERY else bytes.fromhex(name)
-            found[digest] = int(ms)
-        except ValueError:
-            digest = b"?"
-        if len(digest) not in (len(EVERY_NAMESPACE), _DIGEST_BYTES):
+        whole = _LINE.fullmatch(line)
+        if whole is None:
             raise Corruption(f"{file} is damaged: delete it, and blocks that were cleared may come back")
+        digest = EVERY_NAMESPACE if whole[1] == _EVERY else bytes.fromhex(whole[1])
+        found[digest] = int(whole[2])
     return found
 
 
@@ -75,16 +74,22 @@ def note_cleared(directory: Path, news: Mapping[bytes, int], disk: Disk = SYSTEM
     sync_directory(directory, disk)
 
 
-def without_cleared(records: NDArray[np.void], cleared: Mapping[bytes, int]) -> NDArray[np.void]:
-    """Those of RECORD[] that were touched, or as a scan found them written, after their namespace was cleared.
+def is_cleared(digests: U64, touches: U64, cleared: Mapping[bytes, int]) -> NDArray[np.bool_]:
+    """[n] which blocks were last touched, or as a scan found them written, before their namespace was cleared.
 
-    A block that somebody held through a clear goes too, unless it was written down since. O(records × namespaces).
+    `digests` [n, 2]. A block that somebody held through a clear goes too, unless it was written down since.
+    O(n × namespaces).
     """
-    gone = np.zeros(len(records), dtype=np.bool_)
-    written_ms = records["touch"] >> _TOUCH_SHIFT
+    gone = np.zeros(len(touches), dtype=np.bool_)
+    written_ms = touches >> _TOUCH_SHIFT
     for digest, ms in cleared.items():
         before = written_ms <= np.uint64(ms)
         if digest != EVERY_NAMESPACE:
-            before &= (records["ns_digest"] == np.frombuffer(digest, dtype="<u8")).all(axis=1)
+            before &= (digests == np.frombuffer(digest, dtype="<u8")).all(axis=1)
         gone |= before
-    return records[~gone]
+    return gone
+
+
+def without_cleared(records: NDArray[np.void], cleared: Mapping[bytes, int]) -> NDArray[np.void]:
+    """Those of RECORD[] that `is_cleared` does not name."""
+    return records[~is_cleared(records["ns_digest"], records["touch"], cleared)]

@@ -22,7 +22,7 @@ from tiers.base import MemoryTier, Moves, Replies
 from tiers.nvme.carry import MAX_RUN_SLOTS, SHORT, Carried, Carry, carry
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.pieces import cut, is_piece, runs
-from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes
+from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes, sync_slabs
 from tiers.nvme.trailer import TRAILER_BYTES
 
 __all__ = ["NvmeTier"]
@@ -67,6 +67,8 @@ class NvmeTier:
         self._syncs = (
             threading.Lock()
         )  # one at a time: a second would take what the first has not ended for done
+        self._synced_before = False
+        """Whether what earlier movers wrote is on the medium; a write of theirs that was never synced may count."""
         self._thread = threading.local()
 
     @property
@@ -116,6 +118,9 @@ class NvmeTier:
     def sync(self) -> None:
         """See StorageTier."""
         with self._syncs:
+            if not self._synced_before:
+                sync_slabs(self._directory, self._disk)
+                self._synced_before = True
             with self._files:
                 slabs = tuple(self._slabs.items())
             for extent, slab in slabs:

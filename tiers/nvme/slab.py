@@ -31,6 +31,7 @@ __all__ = [
     "slots_in",
     "stride_bytes",
     "sync_directory",
+    "sync_slabs",
 ]
 
 _NAME = re.compile(r"slab-(\d{1,10})-(\d{1,10})\.kv")
@@ -178,6 +179,21 @@ def remove_slab(directory: Path, file: SlabFile, disk: Disk = SYSTEM_DISK) -> No
     """Deletes a slab's file; none is no error."""
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(directory / file.name)
+
+
+def sync_slabs(directory: Path, disk: Disk = SYSTEM_DISK) -> None:
+    """fdatasync of every slab there is, whoever wrote to it. Raises OSError."""
+    for name, _ in disk.files(directory):
+        if _NAME.fullmatch(name) is None:
+            continue
+        try:
+            fd = disk.open(directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # dropped since
+            continue
+        try:
+            disk.fdatasync(fd)
+        finally:
+            disk.close(fd)
 
 
 def sync_directory(directory: Path, disk: Disk = SYSTEM_DISK) -> None:

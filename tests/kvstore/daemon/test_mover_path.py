@@ -89,7 +89,7 @@ class Rig:
         self.link, self.kept = FakeLink(), SlowKept()
         self.waiting = True
         start: Any = lambda *_args, **_kwargs: self.link  # noqa: E731
-        config = SimpleNamespace(nvme_threads=1, nvme_throttle=None, durability=Durability.COMMIT)
+        config = SimpleNamespace(nvme_threads=1, nvme_throttle=None, durability=Durability.POWER)
         owner: Any = SimpleNamespace(
             config=config,
             store=SimpleNamespace(take_moves=self._take),
@@ -102,6 +102,7 @@ class Rig:
         columns: Any = SimpleNamespace(extent_slot_bytes=[SLOT_BYTES], extent_bytes=[1 << 20])
         slabs: Any = SimpleNamespace(number=lambda _: 1, slot_bytes=lambda _: SLOT_BYTES)
         opened: Any = SimpleNamespace(directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1))
+        space: Any = SimpleNamespace(slabs_bytes=0, promise_soon=lambda: None)
         kept: Any = self.kept
         self.path = MoverPath(
             number=0,
@@ -111,6 +112,7 @@ class Rig:
             columns=columns,
             slabs=slabs,
             opened=opened,
+            space=space,
             start_link=start,
         )
         index: Any = SimpleNamespace(start=lambda: None, due=lambda: None)

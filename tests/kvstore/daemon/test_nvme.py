@@ -91,9 +91,9 @@ def read_back(one: RawClient, hashes: np.ndarray) -> list[int]:  # type: ignore[
     raise TimeoutError("the promotions did not end")
 
 
-@pytest.mark.parametrize("durability", list(Durability), ids=lambda durability: durability.value)
-def test_blocks_come_back_from_disk_alone(place: Path, durability: Durability) -> None:
-    config = replace(small_config(place, nvme_bytes=128 * MIB), durability=durability)
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_blocks_come_back_from_disk_alone(place: Path, durability: str) -> None:
+    config = replace(small_config(place, nvme_bytes=128 * MIB), durability=Durability(durability))
     with started(config) as service:
         one, hashes = store(service, range(80))
         one.close()

@@ -1,0 +1,155 @@
+"""The simulated machine: a fixed set of histories, that a seed is one history, and that it finds what it is for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.daemon import movers as movers_module
+from kvstore.layout import MOVER_BIT
+from kvstore.mover import Mover
+from kvstore.moves import MoveStatus
+from kvstore.slots import SlotPool
+from kvstore.wire import mover as wire
+from kvstore.wire.packed import REPLY
+from tests.simulation.disk import SimDisk
+from tests.simulation.machine import Death, Shape, Wrong
+from tests.simulation.run import Totals, plan_of, run_seed
+from tests.simulation.scenario import Plan, Scenario
+from tiers.nvme import carry
+from tiers.nvme.trailer import Trailer
+
+_EACH_PLAN = range(1, 9)
+_STEPS = 1500
+
+
+@pytest.mark.parametrize("seed", _EACH_PLAN)
+def test_whatever_dies_no_block_is_wrong_or_lost(seed: int) -> None:
+    """One short history of each plan; `make simulate` runs thousands of deaths."""
+    totals = Totals()
+    run_seed(seed, _STEPS, totals)
+    assert totals.crashes > 10
+    assert totals.counts["read"] > 0
+
+
+def test_a_seed_is_one_history() -> None:
+    """A seed that failed did not fail again: its history hung on addresses and on the real clock."""
+    traces = []
+    for _ in range(2):
+        scenario = Scenario(7, plan_of(7)[1])
+        lines: list[str] = []
+        scenario.machine.note = lines.append  # type: ignore[method-assign]
+        scenario.run(1200)
+        scenario.close()
+        traces.append((lines, scenario.machine.now_s, scenario.machine.disk.operations))
+    assert traces[0] == traces[1]
+
+
+# ------------------------------------------------------------ broken on purpose
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def syncs_do_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The data is published and entered into the index before it is on the medium."""
+    patch.setattr(SimDisk, "fdatasync", lambda disk, fd: None)
+
+
+def failed_syncs_count(patch: pytest.MonkeyPatch) -> None:
+    """A sync that failed is answered as if it had not."""
+
+    def sync(mover: Mover, number: int) -> None:
+        with contextlib.suppress(OSError):
+            mover._storage.sync()
+        mover._send_held()
+        mover._send(wire.Synced(id=number, text=""))
+
+    patch.setattr(Mover, "_sync", sync)
+
+
+def replies_before_data(patch: pytest.MonkeyPatch) -> None:
+    """A write is answered before it is done."""
+
+    def write(mover: Mover, piece: np.ndarray) -> None:
+        replies = np.zeros(len(piece), dtype=REPLY)
+        replies["id"], replies["status"] = piece["id"], MoveStatus.OK
+        mover._queue.write_done()
+        mover._send_replies(replies)
+        mover.running.append(lambda: [mover._storage.transfer(piece)].clear())  # type: ignore[attr-defined]
+
+    patch.setattr(Mover, "_write", write)
+
+
+def no_checksum(patch: pytest.MonkeyPatch) -> None:
+    """The payload is not looked at."""
+    patch.setattr(carry, "checksum", lambda payload: bytes(16))
+
+
+def no_identity(patch: pytest.MonkeyPatch) -> None:
+    """Whatever block a slot holds now is taken for the one that was asked for."""
+    real = carry._trailer
+
+    def trailer(*args: object, like: Trailer | None = None, **more: object) -> Trailer:
+        made = real(*args, like=like, **more)  # type: ignore[arg-type]
+        return made if like is None else like._replace(checksum=made.checksum)
+
+    patch.setattr(carry, "_trailer", trailer)
+
+
+def clears_are_not_noted(patch: pytest.MonkeyPatch) -> None:
+    """A clear is answered before it is anywhere but in memory."""
+    patch.setattr(movers_module, "note_cleared", lambda folder, news, disk: None)
+
+
+def movers_hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A DRAM slot may be given away while a mover reads it or writes to it."""
+    real = SlotPool.hold
+
+    def hold(pool: SlotPool, slots: np.ndarray, holder: np.uint64) -> None:
+        if int(holder) >> MOVER_BIT == 0:
+            real(pool, slots, holder)
+
+    patch.setattr(SlotPool, "hold", hold)
+
+
+def old_movers_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What the mover of a daemon before still touches is given away."""
+
+    async def ended(movers: object, number: int) -> None:
+        movers._old.pop(f"mover-{number}", None)  # type: ignore[attr-defined]
+
+    patch.setattr(movers_module.Movers, "_old_mover_ended", ended)
+
+
+_BROKEN: tuple[tuple[Break, Plan], ...] = (
+    (syncs_do_nothing, Plan(shape=Shape())),
+    (failed_syncs_count, Plan(shape=Shape(sync_error=0.3))),
+    (replies_before_data, Plan(shape=Shape())),
+    (no_checksum, Plan(shape=Shape())),
+    (no_identity, Plan(shape=Shape())),
+    (clears_are_not_noted, Plan(shape=Shape(), clears=0.01)),
+    (movers_hold_nothing, Plan(shape=Shape(dram_extents=1, dram_slots=12, hang=0.05), clients=0.3)),
+    (
+        old_movers_are_not_waited_for,
+        Plan(
+            shape=Shape(dram_extents=2, dram_slots=8, hang=0.1),
+            deaths=((Death.DAEMON, 1.0),),
+            points_between=100,
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("broken, plan", _BROKEN, ids=[broken.__name__ for broken, _ in _BROKEN])
+def test_it_finds_what_it_is_for(broken: Break, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that cannot fail proves nothing: each of these faults is found within a few histories."""
+    broken(monkeypatch)
+    for seed in range(1, 13):
+        try:
+            run_seed(seed, 3000, Totals(), plan=plan)
+        except Wrong:
+            return
+    pytest.fail(f"12 histories with a store in which {broken.__doc__} have shown nothing wrong")
