@@ -99,7 +99,7 @@ def _open_gguf(path: Path) -> ModelSource:
 def _read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")

@@ -87,7 +87,7 @@ def _read_settings(path: Path) -> dict[str, object]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     return settings if isinstance(settings, dict) else {}
 

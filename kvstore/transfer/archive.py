@@ -162,7 +162,15 @@ def read_header(whole: bytes) -> Header:
             created_ms=int(told["created_ms"]),
         )
         namespace_digest(header.parts)
-    except (AttributeError, InvalidArgument, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        InvalidArgument,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise Corruption(f"the header of this export makes no sense: {error}") from None
     if len(header.key) != KEY_BYTES or not _is_slot_size(header.slot_bytes) or header.planned_blocks < 0:
         raise Corruption("the header of this export makes no sense: key or sizes")

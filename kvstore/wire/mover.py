@@ -282,7 +282,7 @@ def parse(packet: bytes) -> Message:
     kind, body = _KIND.unpack_from(packet)[0], packet[_KIND.size :]
     try:
         return _parse_request(kind, body) if kind < Kind.READY else _parse_report(kind, body)
-    except (struct.error, TypeError, ValueError) as error:
+    except (struct.error, RecursionError, TypeError, ValueError) as error:
         raise InvalidArgument(f"malformed mover packet of kind {kind}: {error}") from None
 
 
