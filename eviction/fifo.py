@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from eviction.base import MayGo, Rows, Use
 from eviction.order import Order
 from eviction.waiting import CachePolicy
@@ -10,14 +12,24 @@ __all__ = ["FifoPolicy"]
 
 
 class FifoPolicy(CachePolicy):
-    """Implements Policy. Blocks inserted together go tail first."""
+    """Implements Policy. Blocks inserted together go head first, as they came.
+
+    A prompt is inserted block after block: what of its own has to leave for that is a miss by then, and inserted again.
+    """
 
     def __init__(self, *, rows: int, capacity_blocks: int) -> None:
         super().__init__(rows=rows, capacity_blocks=capacity_blocks)
         self._order = Order(rows)
 
     def _used(self, use: Use) -> None:
-        self._order.append(use.rows[use.fresh][::-1])
+        self._order.append(use.rows[use.fresh])
+        again = use.rows[~use.fresh]
+        while len(again) and (over := len(self._order) - self.capacity_blocks) > 0:
+            leaving = np.isin(again, self._order.first(over))
+            if not leaving.any():
+                break
+            self._order.append(again[leaving])
+            again = again[~leaving]
 
     def _choose(self, count: int, may_go: MayGo | None) -> Rows:
         return self._order.take(count, may_go)
