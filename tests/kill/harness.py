@@ -1,7 +1,8 @@
 """A service under the load of torch-free workers, and the ways to kill each of its processes.
 
 The oracle: every page a worker reads is byte for byte the block of its hash (it says `wrong` otherwise), every worker
-goes on after every kill, and once all have ended the store is sound and nobody holds or fills a slot.
+goes on after every kill, no path ever takes more on its disk than its size, and once all have ended the store is sound
+and nobody holds or fills a slot.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from kvstore.config import ServeConfig
 from kvstore.daemon.handover import config_to_toml
 from kvstore.faults import FAULT_VARIABLE
 from tests.support.daemon import Service, wait_for
+from tiers.nvme.capacity import disk_usage
 
-__all__ = ["HANG_S", "Load", "WorkerSpec", "planned_service", "progress", "told_where"]
+__all__ = ["HANG_S", "Load", "WorkerSpec", "planned_service", "progress", "told_where", "within_capacity"]
 
 HANG_S = 90.0
 """Whoever makes no progress for this long hangs. Generous: the machine is small and shared."""
@@ -44,6 +46,13 @@ def told_where(where: str) -> Iterator[None]:
         error.add_note(where)
         progress(f"failed: {where}")
         raise
+
+
+def within_capacity(config: ServeConfig) -> None:
+    """Raises where an NVMe path takes more on its disk than it may, by a byte: at any time, whatever has died."""
+    for path in config.nvme:
+        used = disk_usage(Path(path.path)).total_bytes
+        assert used <= path.capacity_bytes, f"{path.path} takes {used} of {path.capacity_bytes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

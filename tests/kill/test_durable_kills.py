@@ -20,7 +20,7 @@ from engine_adapter.base import RequestId
 from kvstore.errors import KvstoreError
 from kvstore.layout import NONE
 from kvstore.units import MIB
-from tests.kill.harness import HANG_S, progress, told_where
+from tests.kill.harness import HANG_S, progress, told_where, within_capacity
 from tests.support.daemon import Service, small_config, start, wait_for
 from tests.support.driver import Driver, attached
 from tests.support.worker import BLOCK_TOKENS
@@ -174,6 +174,7 @@ def test_what_a_flush_acknowledged_outlives_every_kill(tmp_path: Path) -> None:
                 with told_where(f"kill {kill} of {KILLS}, seed {SEED}"):
                     _kill_once(services, writer, rng, everything=kill % EVERYTHING == EVERYTHING - 1)
                     assert services.now.faults() == []
+                    within_capacity(services.now.config)
                 if kill % 20 == 19 or kill == KILLS - 1:
                     progress(
                         f"{kill + 1} kills in {time.monotonic() - began:.0f} s, {len(writer.acknowledged)} prompts "

@@ -29,7 +29,7 @@ from engine_adapter.jsonl import GenerateRequest, Result
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.units import MIB
 from tests.engine_adapter.engine import tiny
-from tests.kill.harness import HANG_S, progress, told_where
+from tests.kill.harness import HANG_S, progress, told_where, within_capacity
 from tests.support.daemon import Service, small_config, started, wait_for
 
 KILLS = int(os.environ.get("KVSTORE_TEST_ENGINE_KILLS", "20"))
@@ -220,6 +220,7 @@ class Stage:
             "keeper": self._kill_keeper,
         }[kind]()
         self.await_answers(2)
+        within_capacity(self._service.config)
         with contextlib.suppress(KvstoreError):  # away: it is checked at the end
             assert self._service.faults() == []
 

@@ -16,7 +16,15 @@ import pytest
 
 from kvstore.errors import KvstoreError
 from kvstore.units import MIB
-from tests.kill.harness import HANG_S, Load, WorkerSpec, planned_service, progress, told_where
+from tests.kill.harness import (
+    HANG_S,
+    Load,
+    WorkerSpec,
+    planned_service,
+    progress,
+    told_where,
+    within_capacity,
+)
 from tests.support.daemon import Service, small_config, wait_for
 from tests.support.fault_points import fault_points
 
@@ -111,7 +119,9 @@ class Round:
 
     def _await_daemon(self) -> None:
         """Returns when another daemon is ready and all workers go on."""
+        within_capacity(self.service.config)
         self._pid = wait_for("another daemon", self._other_daemon, HANG_S)
+        within_capacity(self.service.config)
         self.kills += 1
         for load in self._loads:
             load.await_progress()
@@ -147,6 +157,7 @@ class Round:
         """Nothing is wrong now."""
         for load in self.all_loads:
             assert not load.wrong, load.wrong[:3]
+        within_capacity(self.service.config)
         with contextlib.suppress(KvstoreError):  # away: it is checked at the end
             assert self.service.faults() == []
 
@@ -159,6 +170,7 @@ class Round:
         wait_for("the end of all sessions", lambda: not self.service.stats().sessions, HANG_S)
         wait_for("the end of all moves", self._still, HANG_S)
         assert self.service.faults() == []
+        within_capacity(self.service.config)
         for tier in self.service.stats().tiers:
             leaked = (tier.tier, tier.filling_slots, tier.held_slots)
             assert leaked == (tier.tier, 0, 0), leaked

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.errors import FailedPrecondition, NotFound
 from kvstore.layout import ExtentState, Tier
@@ -180,3 +182,77 @@ def test_ids_that_are_left_are_counted_in_the_smallest_class() -> None:
     rig.write_down()
     assert rig.store.slots_for(Tier.NVME, 10 * NVME_SLOT, 4 * PAGE) == (256 - 16, 10)
     assert isinstance(rig.store.slots_for(Tier.DRAM, PAGE, PAGE)[0], int | np.integer)
+
+
+ACTIONS = ("store", "store", "write", "write", "use", "smaller", "turn", "larger", "tick", "restart")
+
+
+class Changing:
+    """A store whose tier changes its size all the time."""
+
+    def __init__(self) -> None:
+        self.rig = rig_of(3)
+        self.size = 3
+        """Extents that the tier may have."""
+        self._session = self.rig.attach()
+
+    def store(self, seed: int) -> None:
+        if self.rig.outcomes(self._session, chain(4, seed=seed)) == [Outcome.MISS] * 4:
+            self.rig.write_through(self._session, chain(4, seed=seed))
+
+    def write(self, _number: int) -> None:
+        self.rig.write_down()
+
+    def use(self, seed: int) -> None:
+        self.rig.outcomes(self._session, chain(4, seed=seed))
+
+    def smaller(self, size: int) -> None:
+        self.size = max(1, min(self.size, size))
+        self.turn(0)
+
+    def turn(self, _number: int) -> None:
+        _bring_to(self.rig, self.size * EXTENT_BLOCKS * NVME_SLOT)
+
+    def larger(self, _number: int) -> None:
+        store = self.rig.store
+        if len(store.extents(Tier.NVME)) < 5 and not store.leaving(Tier.NVME, 0):
+            self.size += 1
+            store.add_extent(tier=Tier.NVME, device=0, nbytes=EXTENT_BLOCKS * NVME_SLOT)
+
+    def tick(self, _number: int) -> None:
+        self.rig.now_ms += 1000
+        self.rig.store.tick(self.rig.now_ms)
+
+    def restart(self, _number: int) -> None:
+        self.rig.recover()
+        self.rig.store.mover_dead(0, self.rig.now_ms)
+        self.rig.resume(self._session)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), min_size=5, max_size=40))
+def test_a_size_is_reached_whatever_happens_meanwhile(actions: list[tuple[str, int]]) -> None:
+    """After any mixture of writes, restarts and changes of size the tier comes to its size, and the store is sound."""
+    changing = Changing()
+    for action, number in actions:
+        getattr(changing, action)(number)
+        changing.rig.check()
+    for _ in range(8):
+        changing.write(0)
+        changing.turn(0)
+    infos = changing.rig.store.extents(Tier.NVME)
+    assert sum(info.nbytes for info in infos) <= changing.size * EXTENT_BLOCKS * NVME_SLOT
+    assert changing.rig.store.leaving(Tier.NVME, 0) == []
+    changing.rig.check()
+
+
+def _bring_to(rig: Rig, nbytes: int) -> None:
+    """A turn of the resizer."""
+    store = rig.store
+    leaving = store.leaving(Tier.NVME, 0)
+    staying = sum(info.nbytes for info in store.extents(Tier.NVME) if info.extent not in leaving)
+    if staying > nbytes:
+        store.leave(Tier.NVME, 0, staying - nbytes, itself)
+    for extent in store.leaving(Tier.NVME, 0):
+        if not store.empty_extent(extent):
+            store.drop_extent(extent)
