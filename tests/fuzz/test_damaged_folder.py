@@ -133,7 +133,7 @@ def damage(file: Path, how: str, where: int, data: bytes) -> None:
 def test_damage_is_a_miss_or_a_refusal(stored: Stored) -> None:
     """A flipped bit in one of the small files ended the start with a traceback."""
 
-    @examples(6)
+    @examples(1)
     @given(done=st.lists(damages(stored), min_size=1, max_size=3))
     def attack(done: list[tuple[str, str, int, bytes]]) -> None:
         stored.renew()

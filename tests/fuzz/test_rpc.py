@@ -45,7 +45,7 @@ def test_any_request_is_answered_with_a_code(target: Target, path: str, kind: st
         victim.fill(range(40))
         send = channel.unary_unary(path)
 
-        @examples(14)
+        @examples(10)
         @given(
             packed=messages(request, known_of(victim)).map(bytes_of)
             | packed_messages(request, known_of(victim))
@@ -116,7 +116,7 @@ def test_an_attach_that_is_nearly_right(target: Target, data: st.DataObject) -> 
 
 def test_a_request_larger_than_any_is_refused(target: Target) -> None:
     with target.channel as channel:
-        for path, _ in UNARY:
+        for path in ("/kvstore.v1.Kvstore/Attach", "/kvstore.v1.Admin/Clear"):
             send = channel.unary_unary(path)
             code = target.code_of(lambda send=send: send(bytes(64 << 20), timeout=CALL_S))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import os
 import queue
 import socket
 import time
@@ -33,7 +35,7 @@ def test_nothing_a_stream_says_touches_another_session(target: Target) -> None:
         hashes, granted = victim.fill(range(40))
         room = victim.write_through(hashes)
 
-        @examples(120)
+        @examples(40)
         @given(data=st.data(), transport=st.sampled_from(["rpc", "frames"]))
         def attack(data: st.DataObject, transport: Literal["rpc", "frames"]) -> None:
             with target.attacked(transport, hbm_slots=0) as attacker:
@@ -282,16 +284,11 @@ def hello_of(client: RawClient) -> bytes:
 
 
 def open_descriptors(target: Target) -> int:
-    import os
-
     return len(os.listdir(f"/proc/{target.service.daemon_pid}/fd"))
 
 
 def throw(sock: socket.socket, packets: Sequence[tuple[bytes, str]]) -> None:
     """Sends packets with what belongs to them, and reads what comes until it is quiet."""
-    import array
-    import os
-
     sock.settimeout(0.5)
     for packet, attached in packets:
         fds: list[int] = []

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import grpc
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -231,11 +232,5 @@ def test_an_honest_client_stays_correct_beside_a_hostile_one() -> None:
         with started(config) as service:
             target = Target(service)
             machine: Any = type("Machine", (TwoClients,), {"target": target})
-            run_state_machine_as_test(machine, settings=settings_of(examples(12).max_examples))
+            run_state_machine_as_test(machine, settings=settings(examples(5), stateful_step_count=25))
             target.empty()
-
-
-def settings_of(count: int) -> Any:
-    from hypothesis import settings
-
-    return settings(examples(1), max_examples=count, stateful_step_count=25)
