@@ -131,6 +131,8 @@ class Acquiring:
                 given[:run][wanted] = held
                 draft.fresh[:run][wanted] = (pool.holders[held] & session.holder) == 0
                 pool.hold(held, session.holder)
+                if pool is state.dram:
+                    state.sample.served(held)
         session.held_bound += run
         state.fault("acquire.held")
         return run

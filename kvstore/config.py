@@ -207,6 +207,8 @@ class ServeConfig:
     max_namespaces: int = 1_024
     clean_percent: int = 2
     """Part of each tier's slots that the background keeps free; it begins when half of it is left. 0: none."""
+    canary_every: int = 256
+    """Of so many blocks served from DRAM one is checksummed again and compared; 0: none."""
     orphan_ttl_s: float = 120.0
     """How long HBM that no live session maps is kept."""
     log_level: str = "info"
@@ -255,6 +257,7 @@ class ServeConfig:
         _require(1_024 <= self.max_rows < 1 << 31, "max_rows", "must be from 1024 to 2147483647")
         _require(1 <= self.max_sessions <= MAX_SESSIONS, "max_sessions", f"must be from 1 to {MAX_SESSIONS}")
         _require(1 <= self.max_namespaces <= 1 << 20, "max_namespaces", "must be from 1 to 1048576")
+        _require(0 <= self.canary_every <= 1 << 30, "canary_every", "must be from 0 (never) to 1073741824")
         _require(self.orphan_ttl_s >= 0, "orphan_ttl", "must not be negative")
         _check_endpoints(self.tcp, self.metrics_port)
         _require(

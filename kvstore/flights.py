@@ -25,6 +25,7 @@ _FLIGHT = np.dtype(
         ("row", "<u4"),
         ("row_word", "<u8"),
         ("dram", "<u4"),
+        ("dram_word", "<u8"),
         ("nvme", "<u4"),
         ("nvme_generation", "<u4"),
     ]
@@ -67,7 +68,7 @@ class Flights:
         return len(self._free)
 
     def begin(self, kind: MoveKind, path: int, dram: U32, nvme: U32) -> NDArray[np.void]:
-        """MOVE[n] of the blocks in these DRAM slots; they are in flight from now on."""
+        """MOVE[n] of the blocks in these DRAM slots; they are in flight from now on. VERIFY looks at no `nvme`."""
         state = self._state
         n = len(dram)
         at, self._free = self._free[:n], self._free[n:]
@@ -78,7 +79,8 @@ class Flights:
         table = self._table
         table["id"][at], table["kind"][at], table["path"][at] = ids, kind, path
         table["row"][at], table["row_word"][at] = rows, state.columns.state[rows]
-        table["dram"][at], table["nvme"][at] = dram, nvme
+        table["dram"][at], table["dram_word"][at] = dram, state.dram.state[dram]
+        table["nvme"][at] = nvme if kind is not MoveKind.VERIFY else NONE
         table["nvme_generation"][at] = moves["generation"]
         return moves
 
@@ -102,12 +104,17 @@ class Flights:
 
     def end(self, path: int, ids: U64) -> tuple[NDArray[np.void], NDArray[np.intp]]:
         """Takes these out: (flights, the positions in `ids` that name them). Others are passed over, as are repeats."""
+        _, known = self.look(path, ids)
+        return self._take((ids[known] & np.uint64(_MAX_FLIGHTS - 1)).astype(np.int64)), known
+
+    def look(self, path: int, ids: U64) -> tuple[NDArray[np.void], NDArray[np.intp]]:
+        """As `end`, and they stay in flight."""
         at = (ids & np.uint64(_MAX_FLIGHTS - 1)).astype(np.int64)
         known = np.flatnonzero(
             (self._table["id"][at] == ids) & (ids != 0) & (self._table["path"][at] == path)
         )
         known = known[np.sort(np.unique(at[known], return_index=True)[1])]
-        return self._take(at[known]), known
+        return self._table[at[known]], known
 
     def end_all(self, path: int) -> NDArray[np.void]:
         """Takes everything out that a path has."""

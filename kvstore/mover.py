@@ -11,6 +11,7 @@ held. SIGINT and SIGTERM are ignored, so that a drain can finish.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.config import NvmeThrottle
-from kvstore.errors import KvstoreError
+from kvstore.errors import KvstoreError, NotFound
 from kvstore.faults import DISK_FAULTS_VARIABLE, fault
 from kvstore.layout import Tier
 from kvstore.mover_queue import Job, WorkQueue
@@ -44,6 +45,7 @@ from tiers.nvme.faulty import FaultyDisk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import SlabFile
+from tiers.nvme.trailer import checksum
 
 __all__ = ["Mover", "main"]
 
@@ -185,6 +187,10 @@ class Mover:
     def _start(self, moves: Moves) -> None:
         with self._sending:
             self._outstanding += len(moves)
+        checks = moves["kind"] == MoveKind.VERIFY
+        for at in np.flatnonzero(checks).tolist():
+            self._queue.put_write(functools.partial(self._check, moves[at : at + 1]))
+        moves = moves[~checks]
         self._queue_pieces([piece for piece in self._storage.pieces(moves) if not self._slabs.held(piece)])
 
     def _queue_pieces(self, pieces: list[Moves]) -> None:
@@ -250,6 +256,17 @@ class Mover:
             full = len(self._held) >= _HELD_REPLIES
         if full:
             self._send_held()
+
+    def _check(self, move: Moves) -> None:
+        """The checksum of what is in DRAM now."""
+        replies = _failed(move)
+        begin, nbytes = int(move["dram_offset"][0]), int(move["length"][0])
+        with contextlib.suppress(NotFound):  # the extent has gone, and the block with it
+            payload = self._dram.view(int(move["dram_extent"][0]))[begin : begin + nbytes]
+            replies["checksum"] = np.frombuffer(checksum(payload), dtype="<u8")
+            replies["status"] = MoveStatus.OK
+        self._queue.write_done()
+        self._send_replies(replies)
 
     def _read(self, piece: Moves) -> None:
         replies = self._transfer(piece)

@@ -80,6 +80,7 @@ class MoveKind(IntEnum):
 
     READ = 1  # nvme → dram
     WRITE = 2  # dram → nvme
+    VERIFY = 3  # nothing moves: the checksum of what is in dram
 
 
 class MoveStatus(IntEnum):
@@ -134,6 +135,8 @@ class StoreLimits:
     """Victims chosen at once."""
     reserve_fraction: float = 0.02
     """Part of a tier's slots of one class that the background evictor keeps free."""
+    canary_every: int = 256
+    """Of so many blocks served from DRAM one is checksummed again; 0: none."""
     reserve_slots: int = 8
     """Least number of slots that it keeps free, where the class has four times as many."""
     write_budget_bytes: int = 0

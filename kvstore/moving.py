@@ -17,6 +17,7 @@ from kvstore.moves import U8, U64, FlushLeft, FlushMark, MoveKind, MoveStatus
 from kvstore.promoting import Promoting
 from kvstore.recorder import Event
 from kvstore.state import StoreState, mover_bit
+from kvstore.watching import Watching
 from kvstore.wire.packed import MOVE
 from kvstore.writing import Writing
 
@@ -26,13 +27,14 @@ __all__ = ["Moving"]
 class Moving:
     """All moves of all paths."""
 
-    __slots__ = ("_flights", "_state", "_writing", "promoting")
+    __slots__ = ("_flights", "_state", "_writing", "promoting", "watching")
 
     def __init__(self, state: StoreState, evictor: Evictor) -> None:
         self._state = state
         self.promoting = Promoting(state, evictor)
         self._writing = Writing(state, evictor)
         self._flights = Flights(state)
+        self.watching = Watching(state, self._flights)
 
     @property
     def queued_reads(self) -> int:
@@ -63,6 +65,7 @@ class Moving:
 
     def catch_up(self) -> None:
         """The background's part: what was missed is queued, and paused disks are tried."""
+        self.watching.carry_out()
         self._writing.catch_up(self.promoting.writable())
         for path in range(len(self.promoting.health)):
             self.promoting.probe(path)
@@ -99,6 +102,9 @@ class Moving:
             for source, target in self._writing.take(path, writes):
                 health.writes.began(now_ms)
                 parts.append(self._flights.begin(MoveKind.WRITE, path, source, target))
+        checks = self.watching.due(limit - sum(map(len, parts)))
+        if len(checks):
+            parts.append(self._flights.begin(MoveKind.VERIFY, path, checks, np.zeros_like(checks)))
         if not parts:
             return np.empty(0, dtype=MOVE)
         moves = np.concatenate(parts)
@@ -108,7 +114,7 @@ class Moving:
             path,
             len(moves),
             len(dram),
-            len(moves) - len(dram),
+            int(np.count_nonzero(moves["kind"] == MoveKind.WRITE)),
             int(first["id"]),
             first["hash"].tobytes(),
         )
@@ -119,16 +125,14 @@ class Moving:
     def done(self, path: int, ids: U64, statuses: U8) -> None:
         """What became of moves; ids that are not in flight on this path are passed over."""
         flights, named = self._flights.end(path, ids)
-        self._note_end(path, flights, statuses[named])
-        self._finish(path, flights, statuses[named])
+        self._end(path, flights, statuses[named])
 
     def mover_dead(self, path: int) -> None:
         """All that the path's mover had fails; whatever else its bit or a half-written slot kept is free again."""
         state = self._state
         state.hung[path] = False
         flights = self._flights.end_all(path)
-        self._note_end(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
-        self._finish(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
+        self._end(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
         held = state.dram.held_by(mover_bit(path))
         filling = state.dram.filling(held)
         self.promoting.undo(held[filling])
@@ -138,6 +142,14 @@ class Moving:
             np.uint32
         )
         state.nvme.free(torn[state.nvme.devices(torn) == path])
+
+    def _end(self, path: int, flights: NDArray[np.void], statuses: U8) -> None:
+        self._note_end(path, flights, statuses)
+        checks = flights["kind"] == MoveKind.VERIFY
+        if checks.any():  # what they found was heard before
+            self.watching.ended(int(checks.sum()))
+            flights, statuses = flights[~checks], statuses[~checks]
+        self._finish(path, flights, statuses)
 
     def _note_end(self, path: int, flights: NDArray[np.void], statuses: U8) -> None:
         """One record of moves that went well, one of each other kind of end."""

@@ -28,6 +28,7 @@ from kvstore.layout import (
 )
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.recorder import Event, NoRecorder, Recorder
+from kvstore.sampling import Sample
 from kvstore.sessions import Namespaces, Session, Sessions
 from kvstore.slots import ClassKey, SlotPool
 from kvstore.table import BlockTable
@@ -73,6 +74,7 @@ class StoreState:
         "nvme_changed",
         "policy",
         "recorder",
+        "sample",
         "sealed_in_dram",
         "sessions",
         "table",
@@ -101,6 +103,7 @@ class StoreState:
         self.namespaces = Namespaces(columns)
         self.waits = Waits(columns.shape.max_rows, self._unresolved)
         self.ghosts = Ghosts(limits.ghosts)
+        self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed
         """NVMe slots that the durable index has to learn of: noted before they change, see kvstore.index_changes."""
         self.loads: list[Load] = []

@@ -57,11 +57,11 @@ from kvstore.moving import Moving
 from kvstore.paths import Paths
 from kvstore.pinning import Pins
 from kvstore.prefetching import Prefetching
-from kvstore.recorder import Recorder
 from kvstore.recovering import reconcile
 from kvstore.sealing import Sealing
 from kvstore.sessions import Session
 from kvstore.state import StoreState
+from kvstore.watching import Watching
 
 __all__ = ["Store"]
 
@@ -152,9 +152,10 @@ class Store:
         store.tick(now_ms)
         return store
 
-    def record_to(self, recorder: Recorder) -> None:
-        """Notes its decisions there from now on."""
-        self._state.recorder = recorder
+    @property
+    def watching(self) -> Watching:
+        """The canary: what is looked at again, and what was found wrong."""
+        return self._moving.watching
 
     # ------------------------------------------------------------ memory
 

@@ -120,7 +120,7 @@ class Daemon:
         tables = open_tables(self._config, self._inherited, time.time_ns() // 1_000_000)
         if not tables.fresh:
             self._recorder.note(Event.RECOVERED, count=tables.store.stats().rows)
-        tables.store.record_to(self._recorder)
+        tables.store.watching.record_to(self._recorder)
         self._build(tables, secret)
         members = match_descriptors(
             owner=self._owner,

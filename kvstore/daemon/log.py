@@ -33,6 +33,10 @@ class Log:
         """Something a person may want to act on."""
         self._logger.warning(event, extra={_FIELDS: fields})
 
+    def error(self, event: str, **fields: object) -> None:
+        """Something that a person must act on."""
+        self._logger.error(event, extra={_FIELDS: fields})
+
     def fault(self, event: str, **fields: object) -> None:
         """A fault of ours, with its traceback; from an `except` block."""
         self._logger.error(event, extra={_FIELDS: fields}, exc_info=True)  # noqa: LOG014 (the caller is in one)

@@ -429,6 +429,9 @@ class MoverPath:
     def _take_replies(self, replies: NDArray[np.void]) -> None:
         ids, statuses = replies["id"].astype(np.uint64), replies["status"].astype(np.uint8)
         self._disk_answers()
+        statuses = self._owner.store.watching.learn(
+            self.number, ids, statuses, replies["checksum"].astype(np.uint64)
+        )
         is_write = self.outstanding.ended(ids, time.monotonic())
         waits = is_write & (statuses == MoveStatus.OK)
         if self._owner.config.durability is not Durability.POWER:

@@ -27,6 +27,7 @@ __all__ = ["Owner", "slots_message"]
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.25
+_MAX_WRONG_LINES = 8
 _LOG = Log("owner")
 
 
@@ -119,6 +120,19 @@ class Owner:
         for settler in self._settlers:
             settler()
         self.requests.work()
+        self._say_wrong()
+
+    def _say_wrong(self) -> None:
+        """A wrong block is the one thing that must never be: somebody has to look at this machine."""
+        wrong = self.store.watching.take_wrong()
+        for block in wrong[:_MAX_WRONG_LINES]:
+            _LOG.error("wrong block", block=block.hash.hex(), where=block.where)
+        if wrong:
+            found = self.store.stats().counters["wrong_blocks"]
+            self.warnings["wrong blocks"] = (
+                f"{found} blocks were not what was stored and were taken back: memory, a driver or an engine of this "
+                "machine is at fault; see the log and `kvstore blackbox`"
+            )
 
     def _top_up(self, session: Session) -> None:
         """Slots in hand, for sessions that asked and that can be told."""

@@ -88,6 +88,7 @@ def store_limits(config: ServeConfig) -> StoreLimits:
     return StoreLimits(
         max_message_blocks=limits.chain_blocks,
         max_waiting_leases=limits.session_leases,
+        canary_every=config.canary_every,
         max_writes=limits.move_queue_blocks * max(1, len(config.nvme)),
         paths=max(1, len(config.nvme)),
         reserve_fraction=config.clean_percent / 100,

@@ -37,6 +37,7 @@ __all__ = ["PROTOCOL_VERSION", "Unary", "session_stats"]
 
 PROTOCOL_VERSION = 1
 _MAX_NAME_BYTES = 128
+_MAX_DETAIL_BYTES = 256
 _MAX_MEMBERS = 64
 _MAX_NAMESPACES_PER_SESSION = 4096
 _LOG = Log("unary")
@@ -248,7 +249,15 @@ class Unary:
         namespace = session.namespaces.get(request.namespace)
         if namespace is None:
             raise PermissionDenied(f"this session has not opened a namespace {request.namespace}")
-        raise Unimplemented("not yet")
+        hashes = hashes_of(request.hashes)
+        if len(hashes) > self._owner.config.limits.chain_blocks:
+            raise InvalidArgument(
+                f"a report names at most {self._owner.config.limits.chain_blocks} blocks, not {len(hashes)}"
+            )
+        detail = request.detail.encode()[:_MAX_DETAIL_BYTES].decode(errors="replace")
+        dropped = self._owner.store.watching.report(namespace, hashes, f"{session.name}: {detail}")
+        self._owner.settle_soon()
+        return pb.ReportWrongReply(dropped_blocks=dropped)
 
     def _require(self, token: bytes) -> Session:
         if len(token) != TOKEN_BYTES:

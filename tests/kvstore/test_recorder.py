@@ -106,7 +106,7 @@ def test_an_event_of_a_newer_version_is_passed_over() -> None:
 def test_a_store_notes_one_record_a_call() -> None:
     rig = Rig()
     memory = ring(200)
-    rig.store.record_to(RingRecorder(memory, Clock()))
+    rig.store.watching.record_to(RingRecorder(memory, Clock()))
     session = rig.attach()
     hashes = chain(3)
     grant = rig.acquire(session, hashes, lease=9)
@@ -132,7 +132,7 @@ def test_moves_are_noted_when_they_begin_and_by_how_they_end() -> None:
     hashes = chain(2)
     memory = ring(200)
     rig.write_through(session, hashes)
-    rig.store.record_to(RingRecorder(memory, Clock()))
+    rig.store.watching.record_to(RingRecorder(memory, Clock()))
     moves = rig.store.take_moves(0, 8)
     assert len(moves) == 2
     rig.store.moves_done(

@@ -70,6 +70,7 @@ def _story(world: World) -> None:
         lambda: world.finish_moves(20),
         lambda: world.acquire(client(1), 1, 8),
         lambda: world.load(client(1), 6),
+        lambda: world.report(client(1), 1, 4),  # blocks that it holds, of which others are sealed too
         lambda: world.acquire(client(1), 0, 6),
         lambda: world.prefetch(client(1), 1, 8),
         lambda: world.take_moves(2),

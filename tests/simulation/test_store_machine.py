@@ -92,6 +92,11 @@ class StoreMachine(RuleBasedStateMachine):
         if chain == 7 and (client := self._client(who)):
             self.world.pin(client, chain)
 
+    @rule(who=_NUMBER, chain=_NUMBER)
+    def report_wrong(self, who: int, chain: int) -> None:
+        if chain >= 6 and (client := self._client(who)):
+            self.world.report(client, chain, 2)
+
     @rule(who=_NUMBER)
     def cancel(self, who: int) -> None:
         if client := self._client(who):
@@ -207,6 +212,7 @@ def random_step(world: World, rng: random.Random) -> None:
         (8, world.tick),
         (4, lambda: setattr(world, "fault_in", rng.randrange(16))),
         (1, lambda: world.pin(client, rng.randrange(4))),
+        (1, lambda: world.report(client, rng.randrange(4), rng.randrange(1, 5))),
     ]
     weights, acts = zip(*choices, strict=True)
     rng.choices(acts, weights)[0]()
@@ -222,5 +228,5 @@ def test_long_random_run(seed: int) -> None:
     for _ in range(400):
         random_step(world, rng)
         world.check()
-    assert world.crashes > 3
+    assert world.crashes > 2
     assert world.store.stats().rows > 0 or world.store.stats().counters

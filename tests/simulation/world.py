@@ -76,6 +76,7 @@ class World:
             victim_batch=4,
             reserve_slots=1,
             max_writes=16,
+            canary_every=2,
         )
         self.memory = memoryview(bytearray(table_bytes(self.shape)))
         self.now_ms = 1_700_000_000_000
@@ -83,6 +84,7 @@ class World:
         self.points: list[str] = []  # fault points that were passed
         self.die_again_in: int | None = None  # the next recovery dies too
         self.crashes = 0
+        self.reported = 0  # of the daemon that lives now
         self.next_grant = 1
         self.next_lease = 1
         self.content: dict[tuple[int, int], tuple[int, Content]] = {}  # (extent, offset) → (bytes, content)
@@ -137,6 +139,7 @@ class World:
         """A new daemon over the same memory, and clients that state what they hold."""
         self.zombies += self.in_flight
         self.in_flight = []
+        self.reported = 0
         self.mover_known_dead = False
         self.fault_in, self.die_again_in = self.die_again_in, None
         while True:
@@ -328,6 +331,8 @@ class World:
         for other in self.clients.values():
             assert key not in other.held, f"{key} is given to {client.id} and held by {other.id}"
         for move in self.in_flight + self.zombies:
+            if move["kind"] == MoveKind.VERIFY:  # reads, holds nothing, and is not believed then
+                continue
             assert key != (Tier.DRAM, int(move["dram_slot"])), "a mover still has this slot"
         client.held[key] = generation
         self.write(*key, f"session {client.id} writes")
@@ -539,13 +544,23 @@ class World:
         done, self.in_flight = self.in_flight[:count], self.in_flight[count:]
         if not done:
             return
-        statuses = [self._move(move) if status is MoveStatus.OK else status for move in done]
+        moved = [self._move(move) if status is MoveStatus.OK else status for move in done]
         ids = np.array([move["id"] for move in done], dtype=np.uint64)
-        self._call(
-            lambda: self.store.moves_done(
-                now_ms=self.now_ms, path=0, ids=ids, statuses=np.array(statuses, dtype=np.uint8)
-            )
-        )
+        sums = np.array([self._checksum(move) for move in done], dtype=np.uint64)
+
+        def answered() -> None:
+            statuses = np.array(moved, dtype=np.uint8)
+            assert (self.store.watching.learn(0, ids, statuses, sums) == statuses).all(), "a write is doubted"
+            self.store.moves_done(now_ms=self.now_ms, path=0, ids=ids, statuses=statuses)
+
+        self._call(answered)
+        assert self.store.stats().counters["wrong_blocks"] == self.reported, "a right block was called wrong"
+
+    def _checksum(self, move: np.void) -> tuple[int, int]:
+        """Of what is in DRAM."""
+        dram = (int(move["dram_extent"]), int(move["dram_offset"]))
+        word = hash(self.content.get(dram, (0, "nothing"))[1])
+        return word & 0xFFFFFFFF, 7
 
     def _move(self, move: np.void) -> MoveStatus:
         """The mover's I/O, by the offsets in the move."""
@@ -553,6 +568,8 @@ class World:
         length = int(move["length"])
         dram = (int(move["dram_extent"]), int(move["dram_offset"]))
         nvme = (int(move["nvme_extent"]), int(move["nvme_offset"]))
+        if move["kind"] == MoveKind.VERIFY:
+            return MoveStatus.OK
         if move["kind"] == MoveKind.WRITE:
             content = self.content.get(dram, (0, "nothing"))[1]
             assert content == name, "a mover was writing other bytes than it was told"
@@ -634,6 +651,13 @@ class World:
     def clear(self) -> None:
         """An administrator."""
         self._call(lambda: self.store.clear(None))
+
+    def report(self, client: Client, chain: int, length: int) -> None:
+        """A client says that these blocks are wrong: they are hits no more, and what is held of them stays held."""
+        blocks = self.chain(client, chain, length)
+        hashes = np.array([self.hash_of(block) for block in blocks], dtype=np.uint64)
+        self._call(lambda: self.store.watching.report(client.namespace, hashes, "they differ"))
+        self.reported = self.store.stats().counters["wrong_blocks"]
 
     def pin(self, client: Client, chain: int) -> None:
         """An administrator."""
