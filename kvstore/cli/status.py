@@ -71,6 +71,9 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
             {**{name: getattr(item, name) for name in _GPU_FIELDS}, "links": list(item.links)}
             for item in stats.gpus
         ],
+        "dram_curve": [
+            {"dram_bytes": point.dram_bytes, "hit_rate": point.hit_rate} for point in stats.dram_curve
+        ],
         "counters": dict(sorted(stats.counters.items())),
         "warnings": list(stats.warnings),
     }
@@ -88,6 +91,8 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
     parts: list[RenderableType] = [head, _tiers(stats)]
     if stats.paths:
         parts.append(_paths(stats))
+    if len(stats.dram_curve) > 1:
+        parts.append(Text(_curve(stats)))
     if stats.devices:
         parts.append(_devices(stats))
     if stats.gpus:
@@ -108,6 +113,21 @@ def _moves(stats: pb.StatsReply) -> str:
     return (
         f"; {format_count(stats.moves_in_flight)} moves under way, {format_count(stats.queued_reads)} reads and "
         f"{format_count(stats.queued_writes)} writes wait"
+    )
+
+
+def _curve(stats: pb.StatsReply) -> str:
+    """What other sizes of DRAM would hit, beside the one that is."""
+    dram_bytes = next((tier.capacity_bytes for tier in stats.tiers if tier.tier == "dram"), 0)
+    own = next((point for point in stats.dram_curve if point.dram_bytes == dram_bytes), stats.dram_curve[0])
+    others = ", ".join(
+        f"with {format_size(point.dram_bytes)} {100 * (point.hit_rate - own.hit_rate):+.1f} points"
+        for point in stats.dram_curve
+        if point is not own
+    )
+    return (
+        f"DRAM of {format_size(own.dram_bytes)} alone would hit {own.hit_rate:.1%} of the blocks that were asked for "
+        f"lately; {others} (LRU, from a sample)\n"
     )
 
 

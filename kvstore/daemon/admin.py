@@ -112,5 +112,26 @@ class Admin:
                 return await self._resizing.resize_path(request.path, request.capacity_bytes)
         raise InvalidArgument(f"{request.tier!r} cannot be resized: dram, or a path of nvme")
 
+    async def record(self, request: pb.RecordRequest) -> pb.RecordReply:
+        """The prompts that were asked for since the last call."""
+        recording = self._owner.requests.recording
+        if request.stop:
+            recording.stop()
+            return pb.RecordReply()
+        taken = recording.take(self._owner.now_ms())
+        return pb.RecordReply(
+            prompts=[
+                pb.RecordedPrompt(
+                    time_ms=prompt.time_ms,
+                    session=prompt.session,
+                    namespace=prompt.namespace,
+                    block_tokens=prompt.block_tokens,
+                    hashes=prompt.hashes,
+                )
+                for prompt in taken.prompts
+            ],
+            missed=taken.missed,
+        )
+
     def _namespace(self, number: int) -> NamespaceId:
         return NamespaceId(number)

@@ -29,7 +29,7 @@ class Asked:
     time_ms: int
     session: int
     namespace: int
-    slot_bytes: int
+    block_tokens: int
     hashes: bytes
 
 
@@ -59,13 +59,13 @@ class Recording:
             self.stop()
         return self._until_ms >= 0
 
-    def note(self, now_ms: int, *, session: int, namespace: int, slot_bytes: int, hashes: U64) -> None:
+    def note(self, now_ms: int, *, session: int, namespace: int, block_tokens: int, hashes: U64) -> None:
         """A prompt was asked for."""
         prompt = Asked(
             time_ms=now_ms,
             session=session,
             namespace=namespace,
-            slot_bytes=slot_bytes,
+            block_tokens=block_tokens,
             hashes=hashes.tobytes(),
         )
         self._prompts.append(prompt)

@@ -6,6 +6,7 @@ A request asks again whenever something that it waited for has come; it is known
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from kvstore.daemon.recording import Recording
 from kvstore.daemon.session import Session
@@ -15,16 +16,18 @@ from kvstore.moves import U64
 __all__ = ["Requests"]
 
 _REMEMBERED = 8192
+_DIGITS = 9  # of a number that fits 32 bits
 
 
 class Requests:
     """See the module."""
 
-    __slots__ = ("_known", "recording", "shadow")
+    __slots__ = ("_block_tokens", "_known", "recording", "shadow")
 
     def __init__(self, dram_bytes: int) -> None:
         self.shadow = Shadow(dram_bytes)
         self.recording = Recording()
+        self._block_tokens: dict[int, int] = {}  # by namespace
         self._known: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def asked(self, session: Session, namespace: int, lease: int, hashes: U64, now_ms: int) -> None:
@@ -41,9 +44,14 @@ class Requests:
                 now_ms,
                 session=session.id,
                 namespace=namespace,
-                slot_bytes=session.slot_bytes,
+                block_tokens=self._block_tokens.get(namespace, 0),
                 hashes=hashes,
             )
+
+    def namespace_opened(self, namespace: int, parts: Mapping[str, bytes]) -> None:
+        """A namespace has this handle; `parts` are what it is (kvstore/identity.py)."""
+        text = parts.get("block_tokens", b"")
+        self._block_tokens[namespace] = int(text) if text.isdigit() and len(text) <= _DIGITS else 0
 
     def session_ended(self, session: Session) -> None:
         """The next session of its number numbers its leases anew."""

@@ -48,6 +48,7 @@ _ADMIN_CALLS = {
     "Forget": "forget",
     "Pause": "pause",
     "Resize": "resize",
+    "Record": "record",
 }
 
 _TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs": "slabs"}

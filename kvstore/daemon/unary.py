@@ -150,6 +150,7 @@ class Unary:
         if handle not in session.namespaces and len(session.namespaces) >= _MAX_NAMESPACES_PER_SESSION:
             raise InvalidArgument(f"at most {_MAX_NAMESPACES_PER_SESSION} namespaces in one session")
         session.namespaces[int(handle)] = handle
+        self._owner.requests.namespace_opened(handle, known.parts)
         return pb.OpenNamespaceReply(namespace=int(handle), key=known.key)
 
     # ------------------------------------------------------------ durability and reports
@@ -190,6 +191,8 @@ class Unary:
         """The reply of Stats, for metrics too."""
         stats = self._owner.store.stats()
         now_ms = self._owner.now_ms()
+        shadow = self._owner.requests.shadow
+        shadow.resize(self._memory.dram_bytes)
         return pb.StatsReply(
             tiers=[self._tier_stats(tier) for tier in stats.tiers],
             sessions=[session_stats(info, now_ms) for info in stats.sessions],
@@ -207,6 +210,9 @@ class Unary:
             devices=self._devices.device_stats(),
             gpus=self._devices.gpu_stats(),
             paths=self._movers.path_stats(),
+            dram_curve=[
+                pb.SizePoint(dram_bytes=point.dram_bytes, hit_rate=point.hit_rate) for point in shadow.curve()
+            ],
         )
 
     def _tier_stats(self, tier: TierStats) -> pb.TierStats:

@@ -1,10 +1,11 @@
-"""The contract of a trace format, and what readers have in common: rows of a file, and chains made of plain ids."""
+"""The contract of a trace format, and what readers have in common: rows of a file, and chains made of plain ids,
+and sessions where a format names none."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from bench.simulate.trace import Trace
 from kvstore.errors import InvalidArgument, NotFound
 
-__all__ = ["Chains", "Format", "Row", "rows_of"]
+__all__ = ["Chains", "Conversations", "Format", "Row", "rows_of"]
 
 Row = Mapping[str, Any]
 
@@ -81,3 +82,27 @@ class Chains:
             parent = self._known.setdefault((parent, content), len(self._known))
             chain.append(parent)
         return chain
+
+
+class Conversations:
+    """Sessions of requests that name none.
+
+    A request goes on with the session whose last prompt it contains as far as that filled blocks, if that is more than
+    the first block, which all that have a system prompt in common share; else it begins one.
+    """
+
+    __slots__ = ("_count", "_ends")
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # last full block of a session's last prompt → the session
+        self._count = 0
+
+    def of(self, ids: Sequence[int], full: int) -> int:
+        """The session of a prompt with these chain ids, the first `full` of which are of full blocks."""
+        session = next((self._ends[end] for end in reversed(ids[1:]) if end in self._ends), None)
+        if session is None:
+            session = self._count
+            self._count += 1
+        if full > 1:
+            self._ends[ids[full - 1]] = session
+        return session

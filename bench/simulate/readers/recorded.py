@@ -1,4 +1,7 @@
-"""What `kvstore record` writes: a first row that says so, then one request a row with salted hashes of its blocks."""
+"""What `kvstore record` writes: a first row that says so, then one request a row with salted hashes of its blocks.
+
+The daemon knows engines, not conversations: sessions are inferred, as in Mooncake's traces.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bench.simulate.readers.base import Format, Row
+from bench.simulate.readers.base import Conversations, Format, Row
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 from eviction.base import Stop
 
@@ -28,7 +31,6 @@ def row_of(turn: Turn) -> dict[str, object]:
         "time_ms": turn.time_ms,
         "prompt_tokens": turn.prompt_tokens,
         "output_tokens": turn.output_tokens,
-        "session": turn.session,
         "stop": turn.stop.name.lower(),
         "blocks": base64.b64encode(packed).decode(),
     }
@@ -39,15 +41,16 @@ def _read(rows: Iterable[Row], name: str) -> Trace:
     first = next(all_rows)
     if first["kvstore_trace"] != VERSION:
         raise ValueError(f"a recording of version {first['kvstore_trace']}, not {VERSION}")
-    builder = TraceBuilder()
+    builder, conversations = TraceBuilder(), Conversations()
     for row in all_rows:
+        ids = np.frombuffer(base64.b64decode(row["blocks"]), dtype="<i8")
         builder.add(
             Turn(
                 time_ms=int(row["time_ms"]),
-                ids=np.frombuffer(base64.b64decode(row["blocks"]), dtype="<i8"),
+                ids=ids,
                 prompt_tokens=int(row["prompt_tokens"]),
                 output_tokens=int(row["output_tokens"]),
-                session=int(row["session"]),
+                session=conversations.of(ids.tolist(), len(ids)),
                 stop=Stop[row["stop"].upper()],
             )
         )
