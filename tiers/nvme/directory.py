@@ -28,6 +28,7 @@ __all__ = [
     "SECRET_BYTES",
     "NvmeDirectory",
     "keep_secret",
+    "lock_existing",
     "read_secret",
 ]
 
@@ -101,6 +102,19 @@ class NvmeDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def lock_existing(directory: Path) -> int:
+    """Locks a path that is there and changes nothing else in it; the lock is the caller's, until it closes it.
+
+    Raises ConfigError where there is no path of kvstore, AlreadyExists while a daemon or its mover has it.
+    """
+    if not (directory / _LOCK).is_file():
+        raise ConfigError(f"nvme: {directory} is no path of kvstore: it has no file {_LOCK}")
+    try:
+        return _lock(directory)
+    except OSError as error:
+        raise ConfigError(f"nvme: cannot use {directory}: {error.strerror}") from error
 
 
 def read_secret(directory: Path) -> bytes | None:

@@ -28,6 +28,7 @@ __all__ = [
     "list_slabs",
     "open_slab",
     "remove_slab",
+    "slab_file",
     "slots_in",
     "stride_bytes",
     "sync_directory",
@@ -163,13 +164,20 @@ def open_slab(
     return Slab(fd, file, direct=is_direct, disk=disk)
 
 
+def slab_file(name: str, nbytes: int) -> SlabFile | None:
+    """The slab whose file has this name; None where that is no slab's."""
+    found = _NAME.fullmatch(name)
+    return (
+        SlabFile(number=int(found[1]), slot_bytes=int(found[2]), nbytes=nbytes) if found is not None else None
+    )
+
+
 def list_slabs(directory: Path, disk: Disk = SYSTEM_DISK) -> list[SlabFile]:
     """The slabs of a directory by number; removes what a crash left unfinished."""
     files = []
     for name, nbytes in disk.files(directory):
-        found = _NAME.fullmatch(name)
-        if found:
-            files.append(SlabFile(number=int(found[1]), slot_bytes=int(found[2]), nbytes=nbytes))
+        if (found := slab_file(name, nbytes)) is not None:
+            files.append(found)
         elif name.endswith(_UNFINISHED) and _NAME.fullmatch(name.removesuffix(_UNFINISHED)):
             disk.unlink(directory / name)
     return sorted(files, key=lambda file: file.number)
