@@ -1,14 +1,20 @@
 # Compiled from kvstore/native/slab_io.c; absent where there was no C compiler when kvstore was built.
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 def transfer(
     fd: int,
-    kind: int,
-    moves: Buffer,
-    addresses: Buffer,
-    scratch: Buffer,
+    slots: int,
+    slot_bytes: int,
+    moves: NDArray[np.void],
+    bases: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    scratch: memoryview,
     written_ms: int,
-    replies: Buffer,
-    faults: Buffer,
-) -> None: ...
+    replies: NDArray[Any],
+    faults: NDArray[np.int32],
+) -> int: ...
 def checksum(data: Buffer) -> bytes: ...

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -23,6 +24,7 @@ __all__ = [
     "Moves",
     "Replies",
     "Sharing",
+    "Spans",
     "StorageTier",
 ]
 
@@ -31,6 +33,14 @@ PAGE_BYTES = 4096
 
 Moves = NDArray[np.void]  # MOVE[n]
 Replies = NDArray[np.void]  # REPLY[n]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Where extents lie in this process, by their numbers: [m] addresses, 0 where none is mapped, and [m] bytes."""
+
+    bases: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
 
 
 class MemoryTier(Protocol):
@@ -63,6 +73,10 @@ class MemoryTier(Protocol):
 
     def addresses(self, extents: NDArray[np.uint16], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Where bytes lie in this process: [n]. O(n). Raises NotFound when an extent is not mapped."""
+        ...
+
+    def spans(self) -> Spans:
+        """All extents as they are now, by number; later changes may or may not show in it."""
         ...
 
     def drop(self, extent: int) -> None:

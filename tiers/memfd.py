@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from kvstore.units import format_size
-from tiers.base import PAGE_BYTES
+from tiers.base import PAGE_BYTES, Spans
 from tiers.cgroups import CGROUPS, LIMITS, PROC, own_cgroups
 
 __all__ = [
@@ -199,7 +199,7 @@ class MemfdTier(ABC):
         ] = {}  # of those created here: a thousand adopted ones would use up the limit
         self._bytes: dict[int, int] = {}
         self._views: dict[int, memoryview] = {}
-        self._bases = np.zeros(64, dtype=np.uint64)  # [extent] address; 0: not mapped
+        self._spans = Spans(np.zeros(64, dtype=np.uint64), np.zeros(64, dtype=np.uint64))
 
     @abstractmethod
     def _map(self, extent: int, fd: int, nbytes: int) -> int:
@@ -243,17 +243,21 @@ class MemfdTier(ABC):
 
     def addresses(self, extents: NDArray[np.uint16], offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """See MemoryTier."""
-        if len(extents) and int(extents.max()) >= len(self._bases):
+        if len(extents) and int(extents.max()) >= len(self._spans.bases):
             raise NotFound(f"{self._name} extent {int(extents.max())} is not mapped")
-        bases = self._bases[extents]
+        bases = self._spans.bases[extents]
         if not bases.all():
             raise NotFound(f"{self._name} extent {int(extents[bases == 0][0])} is not mapped")
         return bases + offsets
 
+    def spans(self) -> Spans:
+        """See MemoryTier."""
+        return self._spans
+
     def address(self, extent: int) -> int:
         """Where the extent begins in this process. Raises NotFound."""
         self._require(extent)
-        return int(self._bases[extent])
+        return int(self._spans.bases[extent])
 
     def extents(self) -> dict[int, int]:
         """Bytes of each mapped extent."""
@@ -267,8 +271,8 @@ class MemfdTier(ABC):
         """See MemoryTier."""
         self._require(extent)
         self._views.pop(extent)
-        address, nbytes = int(self._bases[extent]), self._bytes.pop(extent)
-        self._bases[extent] = 0
+        address, nbytes = self.address(extent), self._bytes.pop(extent)
+        self._spans.bases[extent] = self._spans.sizes[extent] = 0
         self._unmap(extent, address, nbytes)
         if extent in self._fds:
             os.close(self._fds.pop(extent))
@@ -280,13 +284,17 @@ class MemfdTier(ABC):
 
     def _enter(self, extent: int, fd: int, nbytes: int) -> None:
         address = self._map(extent, fd, nbytes)
-        if extent >= len(self._bases):
-            grown = np.zeros(max(extent + 1, 2 * len(self._bases)), dtype=np.uint64)
-            grown[: len(self._bases)] = self._bases
-            self._bases = grown
+        if extent >= len(self._spans.bases):
+            more = np.zeros(
+                max(extent + 1, 2 * len(self._spans.bases)) - len(self._spans.bases), dtype=np.uint64
+            )
+            self._spans = Spans(
+                np.concatenate((self._spans.bases, more)), np.concatenate((self._spans.sizes, more))
+            )
         self._bytes[extent] = nbytes
         self._views[extent] = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        self._bases[extent] = address
+        self._spans.sizes[extent] = nbytes
+        self._spans.bases[extent] = address
 
     def _require(self, extent: int) -> None:
         if extent not in self._bytes:

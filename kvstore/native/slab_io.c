@@ -1,18 +1,19 @@
-/* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without the interpreter.
+/* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without interpreter.
  *
- *     transfer(fd, kind, moves, addresses, scratch, written_ms, replies, faults)
+ *     transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults) -> how many failed
  *     checksum(data) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian
  *
- * `moves` (MOVE[n]) are of one kind, slab and length, by their place in the slab; `addresses` (u64[n]) is where each
- * payload lies in this process. Neighbours on the disk are one call, with the trailers between them in `scratch`. Fills
- * `replies` (REPLY[n]) and `faults` (i32[n]: 0, an errno, or -1 where a call came short). The caller has checked that
- * every slot is within the slab and every payload within mapped memory.
+ * `moves` (MOVE[n]) are to or from a slab of `slots` slots of `slot_bytes`; `bases` and `sizes` (u64[m]) say where
+ * each DRAM extent is mapped in this process (0: not). Neighbours on the disk are one call, with the trailers between
+ * them in `scratch`. Fills `replies` (REPLY[n]) and `faults` (i32[n]: 0, an errno, or one of the negative numbers
+ * below). Answers -1, and has done nothing, where the moves are not of one kind, one slab and ascending places.
  *
  * XXH3 as its specification defines it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): the form for long inputs with
- * 128 bits, and that of 97 to 128 bytes with 64, which is what a trailer signs itself with. Tests hold both equal to the
- * xxhash package, and every trailer equal to that of tiers/nvme/trailer.py.
+ * 128 bits, and that of 97 to 128 bytes with 64, which is what a trailer signs itself with. Tests hold both equal to
+ * the xxhash package, and every trailer equal to that of tiers/nvme/trailer.py.
  *
- * Only the stable ABI of Python 3.11 (PEP 384). The interpreter lock is released throughout; nothing is kept between calls.
+ * Only the stable ABI of Python 3.11 (PEP 384). The interpreter lock is released throughout; nothing is kept between
+ * calls.
  */
 
 #define _GNU_SOURCE
@@ -34,7 +35,9 @@
 #define X86 1
 #endif
 
-enum { PAGE = 4096, MOST_SLOTS = 512, READ = 1, WRITE = 2, OK = 0, CORRUPT = 1, IO_ERROR = 2, SHORT = -1 };
+enum { PAGE = 4096, MOST_SLOTS = 512, READ = 1, WRITE = 2, OK = 0, CORRUPT = 1, IO_ERROR = 2 };
+enum { SHORT = -1, NO_SLOT = -2, NO_MEMORY = -3 }; /* faults; a place in a slab, or in memory, that is not there */
+enum { MOST_CALL_BYTES = (4 << 20) + (64 << 10) };  /* larger calls are no faster */
 
 /* kvstore/wire/packed.py: MOVE and REPLY. */
 typedef struct {
@@ -195,7 +198,7 @@ static void hash_long(Take take, const uint8_t *data, size_t nbytes, uint8_t *ou
     uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     size_t blocks = (nbytes - 1) / LONG_BLOCK;
     for (size_t n = 0; n < blocks; n++) {
-        /* Payloads come from memory, not from a cache. The processor runs ahead by itself, but not into the next page. */
+        /* Payloads come from memory, not from a cache. The processor runs ahead by itself, but not over pages. */
         if (n % (PAGE / LONG_BLOCK) == 0)
             __builtin_prefetch(data + n * LONG_BLOCK + PAGE);
         take(lanes, data + n * LONG_BLOCK, STRIPES);
@@ -235,8 +238,10 @@ static uint64_t hash_trailer(const uint8_t *data)
 
 typedef struct {
     int fd, kind;
+    uint64_t slots, slot_bytes, stride;
     const Move *moves;
-    const uint64_t *addresses;
+    const uint64_t *bases, *sizes;
+    size_t extents;
     uint8_t *scratch;
     size_t scratch_slots;
     uint64_t written_ms;
@@ -278,17 +283,22 @@ static int is_of(const Job *job, size_t at, const uint8_t *page)
            !memcmp(found.checksum, job->replies[at].checksum, 16);
 }
 
+static uint8_t *payload_of(const Job *job, size_t at)
+{
+    const Move *move = job->moves + at;
+    return (uint8_t *)(uintptr_t)(job->bases[move->dram_extent] + move->dram_offset);
+}
+
 static void sum_up(const Job *job, size_t at)
 {
-    const uint8_t *payload = (const uint8_t *)(uintptr_t)job->addresses[at];
-    hash_long(job->take, payload, job->moves[at].length, job->replies[at].checksum);
+    hash_long(job->take, payload_of(job, at), job->slot_bytes, job->replies[at].checksum);
 }
 
 /* Moves slots `begin` to `end`, neighbours on the disk. After a call that got nowhere each slot is tried by itself: a
  * kernel may fail a whole call for one bad sector in it, and the bad one costs its own block only. */
 static void call_for(const Job *job, size_t begin, size_t end, const struct iovec *buffers)
 {
-    size_t stride = job->moves[begin].length + PAGE, most = end - begin;
+    size_t most = end - begin;
     for (size_t at = begin; at < end;) {
         size_t count = end - at < most ? end - at : most;
         const struct iovec *from = buffers + 2 * (at - begin);
@@ -299,7 +309,7 @@ static void call_for(const Job *job, size_t begin, size_t end, const struct iove
                                        : preadv(job->fd, from, (int)(2 * count), offset);
         while (moved < 0 && errno == EINTR);
         int fault = moved < 0 ? errno : SHORT;
-        size_t whole = moved < 0 ? 0 : (size_t)moved / stride;
+        size_t whole = moved < 0 ? 0 : (size_t)moved / job->stride;
         for (size_t i = 0; i < whole; i++)
             job->replies[at + i].status = OK;
         at += whole;
@@ -321,7 +331,7 @@ static void carry_run(const Job *job, size_t begin, size_t end)
     for (size_t at = begin; at < end; at++) {
         uint8_t *page = job->scratch + (at - begin) * PAGE;
         struct iovec *pair = buffers + 2 * (at - begin);
-        pair[0] = (struct iovec){(void *)(uintptr_t)job->addresses[at], job->moves[at].length};
+        pair[0] = (struct iovec){payload_of(job, at), job->slot_bytes};
         pair[1] = (struct iovec){page, PAGE};
         if (job->kind == WRITE) {
             sum_up(job, at);
@@ -340,75 +350,110 @@ static void carry_run(const Job *job, size_t begin, size_t end)
     }
 }
 
-static void carry_all(const Job *job, size_t count)
+/* What a move names that is not there; 0 where all of it is. */
+static int missing(const Job *job, size_t at)
 {
+    const Move *move = job->moves + at;
+    if (move->length != job->slot_bytes || move->nvme_offset % job->stride ||
+        move->nvme_offset / job->stride >= job->slots)
+        return NO_SLOT;
+    size_t extent = move->dram_extent;
+    uint64_t size = extent < job->extents && job->bases[extent] ? job->sizes[extent] : 0;
+    return size < job->slot_bytes || move->dram_offset > size - job->slot_bytes ? NO_MEMORY : 0;
+}
+
+/* How many of the moves did not go through. */
+static long carry_all(const Job *job, size_t count)
+{
+    size_t most = MOST_CALL_BYTES / job->stride;
+    if (most < 1)
+        most = 1;
+    if (most > job->scratch_slots)
+        most = job->scratch_slots;
+    for (size_t i = 0; i < count; i++) {
+        job->replies[i] = (Reply){.id = job->moves[i].id};
+        job->faults[i] = missing(job, i);
+        if (job->faults[i])
+            job->replies[i].status = IO_ERROR;
+    }
     for (size_t begin = 0, end; begin < count; begin = end) {
         end = begin + 1;
-        while (end < count && end - begin < job->scratch_slots &&
-               job->moves[end].nvme_offset == job->moves[end - 1].nvme_offset + job->moves[end - 1].length + PAGE)
+        if (job->faults[begin])
+            continue;
+        while (end < count && end - begin < most && !job->faults[end] &&
+               job->moves[end].nvme_offset == job->moves[end - 1].nvme_offset + job->stride)
             end++;
         carry_run(job, begin, end);
     }
+    long failed = 0;
+    for (size_t i = 0; i < count; i++)
+        failed += job->replies[i].status != OK;
+    return failed;
 }
 
 /* ------------------------------------------------------------ for Python */
 
-static int one_kind(const Job *job, size_t count)
+/* Whether these moves are a piece: of one kind and slab, by their places. */
+static int is_piece(const Job *job, size_t count)
 {
-    for (size_t i = 0; i < count; i++)
-        if (job->moves[i].kind != job->kind || job->moves[i].length != job->moves[0].length)
+    for (size_t i = 1; i < count; i++)
+        if (job->moves[i].kind != job->moves[0].kind || job->moves[i].nvme_extent != job->moves[0].nvme_extent ||
+            job->moves[i].length != job->moves[0].length || job->moves[i].nvme_offset < job->moves[i - 1].nvme_offset)
             return 0;
-    return 1;
+    return count && (job->moves[0].kind == READ || job->moves[0].kind == WRITE);
 }
 
-static PyObject *carried(Job *job, const Py_buffer *moves, const Py_buffer *addresses, const Py_buffer *scratch,
-                         const Py_buffer *replies, const Py_buffer *faults)
+enum { MOVES, BASES, SIZES, SCRATCH, REPLIES, FAULTS, BUFFERS };
+
+static PyObject *carried(Job *job, const Py_buffer *buffers)
 {
-    Py_ssize_t count = moves->len / (Py_ssize_t)sizeof(Move);
-    job->moves = moves->buf;
-    job->addresses = addresses->buf;
-    job->scratch = scratch->buf;
-    job->scratch_slots = (size_t)scratch->len / PAGE < MOST_SLOTS ? (size_t)scratch->len / PAGE : MOST_SLOTS;
-    job->replies = replies->buf;
-    job->faults = faults->buf;
-    if (moves->len % (Py_ssize_t)sizeof(Move) || addresses->len != count * 8 || scratch->len < PAGE ||
-        replies->len != count * (Py_ssize_t)sizeof(Reply) || faults->len != count * 4) {
-        PyErr_SetString(PyExc_ValueError, "moves, addresses, replies and faults are as many, scratch is a page or more");
+    Py_ssize_t count = buffers[MOVES].len / (Py_ssize_t)sizeof(Move);
+    job->moves = buffers[MOVES].buf;
+    job->bases = buffers[BASES].buf;
+    job->sizes = buffers[SIZES].buf;
+    job->extents = (size_t)buffers[BASES].len / sizeof(uint64_t);
+    job->scratch = buffers[SCRATCH].buf;
+    job->scratch_slots = (size_t)buffers[SCRATCH].len / PAGE;
+    if (job->scratch_slots > MOST_SLOTS)
+        job->scratch_slots = MOST_SLOTS;
+    job->replies = buffers[REPLIES].buf;
+    job->faults = buffers[FAULTS].buf;
+    job->stride = job->slot_bytes + PAGE;
+    if (buffers[MOVES].len % (Py_ssize_t)sizeof(Move) || buffers[BASES].len != buffers[SIZES].len ||
+        buffers[SCRATCH].len < PAGE || buffers[REPLIES].len != count * (Py_ssize_t)sizeof(Reply) ||
+        buffers[FAULTS].len != count * (Py_ssize_t)sizeof(int32_t) || job->slot_bytes < PAGE ||
+        job->slot_bytes > UINT32_MAX) {
+        PyErr_SetString(PyExc_ValueError,
+                        "replies and faults are as many as moves, bases as sizes, a slot and scratch a page or more");
         return NULL;
     }
-    if ((job->kind != READ && job->kind != WRITE) || !one_kind(job, (size_t)count) ||
-        (count && job->moves[0].length <= 240)) {
-        PyErr_SetString(PyExc_ValueError, "moves are of one kind and one length of more than 240 bytes");
-        return NULL;
-    }
+    long failed = -1;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) {
-        job->replies[i] = (Reply){.id = job->moves[i].id};
-        job->faults[i] = 0;
+    if (is_piece(job, (size_t)count)) {
+        job->kind = job->moves[0].kind;
+        job->take = best_take();
+        failed = carry_all(job, (size_t)count);
     }
-    job->take = best_take();
-    carry_all(job, (size_t)count);
     Py_END_ALLOW_THREADS
-    Py_INCREF(Py_None);
-    return Py_None;
+    return PyLong_FromLong(failed);
 }
 
 static PyObject *transfer(PyObject *module, PyObject *arguments)
 {
     (void)module;
     Job job = {0};
-    Py_buffer moves, addresses, scratch, replies, faults;
-    unsigned long long written_ms;
-    if (!PyArg_ParseTuple(arguments, "iiy*y*w*Kw*w*:transfer", &job.fd, &job.kind, &moves, &addresses, &scratch,
-                          &written_ms, &replies, &faults))
+    Py_buffer buffers[BUFFERS];
+    unsigned long long slots, slot_bytes, written_ms;
+    if (!PyArg_ParseTuple(arguments, "iKKy*y*y*w*Kw*w*:transfer", &job.fd, &slots, &slot_bytes, &buffers[MOVES],
+                          &buffers[BASES], &buffers[SIZES], &buffers[SCRATCH], &written_ms, &buffers[REPLIES],
+                          &buffers[FAULTS]))
         return NULL;
+    job.slots = slots;
+    job.slot_bytes = slot_bytes;
     job.written_ms = written_ms;
-    PyObject *result = carried(&job, &moves, &addresses, &scratch, &replies, &faults);
-    PyBuffer_Release(&moves);
-    PyBuffer_Release(&addresses);
-    PyBuffer_Release(&scratch);
-    PyBuffer_Release(&replies);
-    PyBuffer_Release(&faults);
+    PyObject *result = carried(&job, buffers);
+    for (int i = 0; i < BUFFERS; i++)
+        PyBuffer_Release(&buffers[i]);
     return result;
 }
 
@@ -432,8 +477,8 @@ static PyObject *checksum(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"transfer", transfer, METH_VARARGS,
-     "transfer(fd, kind, moves, addresses, scratch, written_ms, replies, faults)\n--\n\n"
-     "Carries out moves of one kind, slab and length; fills `replies` and `faults`."},
+     "transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults)\n--\n\n"
+     "Carries out moves of one kind and slab; fills `replies` and `faults`; how many failed, -1: not one piece."},
     {"checksum", checksum, METH_VARARGS, "checksum(data)\n--\n\nxxh3-128 of more than 240 bytes."},
     {NULL, NULL, 0, NULL},
 };

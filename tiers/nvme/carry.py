@@ -1,12 +1,13 @@
-"""Carries out moves of one slab, one kind and one length: compiled from kvstore/native/slab_io.c, or in Python.
+"""Carries out moves of one slab and one kind: compiled from kvstore/native/slab_io.c, or in Python.
 
 Neighbours on the disk are one vectored call straight from or into their DRAM slots, with the trailers between them in
 pages of the calling thread. A write's checksum is taken just before its call, a read's just behind it. After a call
 that got nowhere each slot is tried by itself: a kernel may fail a whole call for one bad sector in it, and a bad sector
-costs its own block only.
+costs its own block only. A move that names a place that is not there is refused by itself, too.
 
 Both do the same; the compiled one needs no interpreter for a whole batch. In Python a block costs 100 µs beside the
-disk, which for 256 KiB is more than the disk takes.
+disk, which for 256 KiB is more than the disk takes; and what the interpreter needs is not in any cache any more when
+some megabytes of blocks have passed, so that even what is left of it, once a piece, counts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import NotFound
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE, REPLY
 from tiers.base import MemoryTier, Moves, Replies
@@ -29,14 +31,31 @@ try:
 except ImportError:  # built without a C compiler
     _transfer = None  # type: ignore[assignment]
 
-__all__ = ["IS_COMPILED", "MAX_RUN_SLOTS", "SHORT", "Carried", "Carry", "carry", "carry_in_python"]
+__all__ = [
+    "IS_COMPILED",
+    "MAX_RUN_BYTES",
+    "MAX_RUN_SLOTS",
+    "NO_MEMORY",
+    "NO_SLOT",
+    "SHORT",
+    "Carried",
+    "Carry",
+    "carry",
+    "carry_in_python",
+]
 
 IS_COMPILED = _transfer is not None
 """Whether the compiled one is in use. It releases the interpreter lock for the whole batch."""
 MAX_RUN_SLOTS = 512
 """Most slots in one call: two buffers each, and IOV_MAX is 1024."""
+MAX_RUN_BYTES = (4 << 20) + (64 << 10)
+"""Most bytes in one call, but for a slot that is larger: two of 2 MiB with their trailers. More is no faster."""
 SHORT = -1
 """The fault of a call that moved fewer bytes than a slot, and raised no error."""
+NO_SLOT = -2
+"""The fault of a move that names a place in the slab where no slot begins."""
+NO_MEMORY = -3
+"""The fault of a move that names memory that is not mapped."""
 
 # A move as a plain tuple: where numpy costs 100 µs a move, tuples cost 10.
 _Row = tuple[int, int, int, int, int, bytes, bytes, bytes]
@@ -64,10 +83,12 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What became of moves, one element for each. `faults`: 0, an errno, or SHORT; what is CORRUPT has none."""
+    """What became of moves, one element for each. `faults`: 0, an errno, or one of the above; CORRUPT has none."""
 
     replies: Replies
     faults: NDArray[np.int32]
+    failed: int
+    """How many are not OK."""
 
 
 class Carry(Protocol):
@@ -75,50 +96,95 @@ class Carry(Protocol):
 
     def __call__(
         self, slab: Slab, moves: Moves, memory: MemoryTier, pages: memoryview, written_ms: int, /
-    ) -> Carried:
-        """Blocks. `moves` are sorted by their place in the slab, within it, and within mapped memory.
+    ) -> Carried | None:
+        """Blocks. None, with nothing done, where `moves` are not of one kind and slab by their places: cut them.
 
         `pages`: page-aligned scratch of the calling thread for `MAX_RUN_SLOTS` trailers.
         """
         ...
 
 
-def carry(slab: Slab, moves: Moves, memory: MemoryTier, pages: memoryview, written_ms: int) -> Carried:
+def carry(slab: Slab, moves: Moves, memory: MemoryTier, pages: memoryview, written_ms: int) -> Carried | None:
     """See Carry: compiled where there is a compiled one and the slab is a file of the system's, past the page cache."""
     if _transfer is None or slab.descriptor is None:
         return carry_in_python(slab, moves, memory, pages, written_ms)
+    file = slab.file
+    spans = memory.spans()
     replies = np.empty(len(moves), dtype=REPLY)
     faults = np.empty(len(moves), dtype=np.int32)
-    kind = int(moves["kind"][0])
-    addresses = memory.addresses(moves["dram_extent"], moves["dram_offset"])
-    _transfer(slab.descriptor, kind, moves.data, addresses.data, pages, written_ms, replies.data, faults.data)
-    if kind == MoveKind.WRITE:
+    failed = _transfer(
+        slab.descriptor,
+        file.slots,
+        file.slot_bytes,
+        moves,
+        spans.bases,
+        spans.sizes,
+        pages,
+        written_ms,
+        replies,
+        faults,
+    )
+    if failed < 0:
+        return None
+    if int(moves["kind"][0]) == MoveKind.WRITE:
         slab.dirty = True  # after it: a sync between would take the mark away and not have the bytes
-    return Carried(replies, faults)
+    return Carried(replies, faults, failed)
 
 
 def carry_in_python(
     slab: Slab, moves: Moves, memory: MemoryTier, pages: memoryview, written_ms: int
-) -> Carried:
+) -> Carried | None:
     """See Carry."""
+    if not _is_piece(moves):
+        return None
+    writes = int(moves["kind"][0]) == MoveKind.WRITE
     replies = np.zeros(len(moves), dtype=REPLY)
     replies["id"] = moves["id"]
-    faults = np.zeros(len(moves), dtype=np.int32)
-    writes = int(moves["kind"][0]) == MoveKind.WRITE
+    replies["status"] = MoveStatus.IO_ERROR
+    faults = np.array([_missing(slab, move, memory) for move in moves], dtype=np.int32)
+    for begin, end in _runs(slab, moves, faults):
+        run = _Run(slab, moves[begin:end], memory, pages)
+        statuses, digests = run.write(written_ms) if writes else run.read()
+        replies["status"][begin:end] = statuses
+        replies["checksum"][begin:end] = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
+        faults[begin:end] = run.faults
+    return Carried(replies, faults, int((replies["status"] != MoveStatus.OK).sum()))
+
+
+def _is_piece(moves: Moves) -> bool:
+    alike = all(len(set(moves[name].tolist())) == 1 for name in ("kind", "nvme_extent", "length"))
+    offsets = moves["nvme_offset"].tolist()
+    return alike and offsets == sorted(offsets) and int(moves["kind"][0]) in set(MoveKind)
+
+
+def _missing(slab: Slab, move: np.void, memory: MemoryTier) -> int:
+    """The fault of a move that names what is not there; else 0."""
     stride = stride_bytes(slab.file.slot_bytes)
-    offsets = moves["nvme_offset"]
-    ends = [*(np.flatnonzero(offsets[1:] != offsets[:-1] + np.uint64(stride)) + 1).tolist(), len(moves)]
-    begin = 0
-    for end in ends:
-        for at in range(begin, end, MAX_RUN_SLOTS):
-            part = slice(at, min(at + MAX_RUN_SLOTS, end))
-            run = _Run(slab, moves[part], memory, pages)
-            statuses, digests = run.write(written_ms) if writes else run.read()
-            replies["status"][part] = statuses
-            replies["checksum"][part] = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
-            faults[part] = run.faults
-        begin = end
-    return Carried(replies, faults)
+    offset, length = int(move["nvme_offset"]), int(move["length"])
+    if length != slab.file.slot_bytes or offset % stride or offset // stride >= slab.file.slots:
+        return NO_SLOT
+    try:
+        view = memory.view(int(move["dram_extent"]))
+    except NotFound:
+        return NO_MEMORY
+    return NO_MEMORY if int(move["dram_offset"]) + length > len(view) else 0
+
+
+def _runs(slab: Slab, moves: Moves, faults: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Neighbours that are there, as ranges, none larger than a call may be."""
+    stride = stride_bytes(slab.file.slot_bytes)
+    most = max(1, min(MAX_RUN_SLOTS, MAX_RUN_BYTES // stride))
+    offsets = moves["nvme_offset"].tolist()
+    found: list[tuple[int, int]] = []
+    for at, (offset, fault) in enumerate(zip(offsets, faults.tolist(), strict=True)):
+        if fault:
+            continue
+        begin, end = found[-1] if found else (0, 0)
+        if end == at > 0 and at - begin < most and offset == offsets[at - 1] + stride:
+            found[-1] = (begin, at + 1)
+        else:
+            found.append((at, at + 1))
+    return found
 
 
 class _Run:

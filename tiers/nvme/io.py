@@ -19,10 +19,11 @@ from kvstore.errors import NotFound
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import REPLY
 from tiers.base import MemoryTier, Moves, Replies
-from tiers.nvme.carry import MAX_RUN_SLOTS, SHORT, Carried, Carry, carry
+from tiers.nvme.capacity import require_room
+from tiers.nvme.carry import MAX_RUN_SLOTS, NO_MEMORY, NO_SLOT, SHORT, Carried, Carry, carry
 from tiers.nvme.disk import SYSTEM_DISK, Disk
-from tiers.nvme.pieces import cut, is_piece, runs
-from tiers.nvme.slab import Slab, open_slab, remove_slab, stride_bytes, sync_slabs
+from tiers.nvme.pieces import cut, runs
+from tiers.nvme.slab import Slab, SlabFile, open_slab, remove_slab, sync_slabs
 from tiers.nvme.trailer import TRAILER_BYTES
 
 __all__ = ["NvmeTier"]
@@ -49,6 +50,8 @@ class NvmeTier:
         notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
     ) -> None:
         """`threads`: how many carry out pieces; a batch is cut so that each gets some."""
+        self.slabs_bytes = 0
+        """The most that all slabs may take, as `tiers.nvme.capacity` counts; 0: no bound. May be changed at any time."""
         self._directory = directory
         self._memory = memory
         self._direct = direct
@@ -79,6 +82,10 @@ class NvmeTier:
     def open_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int) -> None:
         """See StorageTier."""
         self._unopened.add(extent)
+        if self.slabs_bytes:
+            file = SlabFile(number=number, slot_bytes=slot_bytes, nbytes=nbytes)
+            if not self._disk.exists(self._directory / file.name):
+                require_room(self._directory, self.slabs_bytes, nbytes, self._disk)
         slab = open_slab(self._directory, number, nbytes, slot_bytes, direct=self._direct, disk=self._disk)
         self._unopened.discard(extent)
         if self._direct and not slab.direct:
@@ -110,10 +117,13 @@ class NvmeTier:
 
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier."""
-        if is_piece(moves):
-            return self._transfer_piece(moves)
-        answers = [self._transfer_piece(piece) for piece in cut(moves, 1)]
-        return np.concatenate(answers) if answers else np.empty(0, dtype=REPLY)
+        if not len(moves):
+            return np.empty(0, dtype=REPLY)
+        replies = self._transfer_piece(moves)
+        if replies is not None:
+            return replies
+        found = [self._transfer_piece(piece) for piece in cut(moves, 1)]
+        return np.concatenate([replies for replies in found if replies is not None])
 
     def sync(self) -> None:
         """See StorageTier."""
@@ -146,47 +156,31 @@ class NvmeTier:
             slab.close()
         self._slabs.clear()
 
-    def _transfer_piece(self, moves: Moves) -> Replies:
-        slab = self._slab_of(moves)
+    def _transfer_piece(self, moves: Moves) -> Replies | None:
+        """None, with nothing done, where it is no piece."""
+        slab = self._slabs.get(int(moves["nvme_extent"][0]))
         if slab is None:
-            replies = np.zeros(len(moves), dtype=REPLY)
-            replies["id"], replies["status"] = moves["id"], MoveStatus.IO_ERROR
-            return replies
+            return self._without_slab(moves)
         carried = self._carry(slab, moves, self._memory, self._scratch(), self._clock_ms())
-        if carried.replies["status"].any():
+        if carried is None:
+            return None
+        if carried.failed:
             writes = int(moves["kind"][0]) == MoveKind.WRITE
             if not writes:
                 self._judge_short(slab, carried)
             self._say(slab, carried, "write to" if writes else "read of")
         return carried.replies
 
-    def _slab_of(self, moves: Moves) -> Slab | None:
-        """Of a piece; None, with a notice, where a move names bytes outside of what is mapped and open.
-
-        Without one where its slab could not be opened: whoever asked for that was told why.
-        """
-        nvme_extent, length = int(moves["nvme_extent"][0]), int(moves["length"][0])
-        slab = self._slabs.get(nvme_extent)
-        stride = stride_bytes(length)
-        offsets = moves["nvme_offset"].tolist()  # of a few moves Python is done before numpy has begun
-        if (
-            slab is None
-            or length != slab.file.slot_bytes
-            or max(offsets) // stride >= slab.file.slots
-            or any(offset % stride for offset in offsets)
-        ):
-            if nvme_extent not in self._unopened:
-                self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
+    def _without_slab(self, moves: Moves) -> Replies | None:
+        """Refuses moves of a slab that is not open. Without a notice where it could not be: its asker was told why."""
+        extents = set(moves["nvme_extent"].tolist())
+        if len(extents) > 1:
             return None
-        try:
-            places = zip(moves["dram_extent"].tolist(), moves["dram_offset"].tolist(), strict=True)
-            for extent, offset in places:
-                if offset + length > len(self._memory.view(extent)):
-                    raise NotFound(f"dram extent {extent} is too short")
-        except NotFound as error:
-            self._notice("dram", f"a move to or from {self._directory} was refused: {error.message}")
-            return None
-        return slab
+        if not extents & self._unopened:
+            self._notice("range", f"a move names a slab that {self._directory} does not have; refused")
+        replies = np.zeros(len(moves), dtype=REPLY)
+        replies["id"], replies["status"] = moves["id"], MoveStatus.IO_ERROR
+        return replies
 
     def _judge_short(self, slab: Slab, carried: Carried) -> None:
         """Blocks beyond the end of a slab that somebody cut short are gone: that is no fault of the disk."""
@@ -197,6 +191,14 @@ class NvmeTier:
     def _say(self, slab: Slab, carried: Carried, what: str) -> None:
         """Notices of what did not go through, one of each kind."""
         for fault in set(carried.faults.tolist()) - {0}:
+            if fault == NO_SLOT:
+                self._notice("range", f"a move names a slot that {self._directory} does not have; refused")
+                continue
+            if fault == NO_MEMORY:
+                self._notice(
+                    "dram", f"a move to or from {self._directory} names memory that is not mapped; refused"
+                )
+                continue
             reason = "came short" if fault == SHORT else f"failed: {os.strerror(fault)}"
             self._notice(f"{what} {reason}", f"a {what} {self._directory / slab.file.name} {reason}")
         corrupt = int((carried.replies["status"] == MoveStatus.CORRUPT).sum())

@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from tiers.base import Moves
-from tiers.nvme.carry import MAX_RUN_SLOTS
+from tiers.nvme.carry import MAX_RUN_BYTES, MAX_RUN_SLOTS
 from tiers.nvme.trailer import TRAILER_BYTES
 
-__all__ = ["cut", "is_piece", "runs"]
+__all__ = ["cut", "runs"]
 
-_MAX_PIECE_BYTES = (4 << 20) + (64 << 10)
-"""Two slots of 2 MiB with their trailers. At half of it a disk of 4.6 GB/s was written at 0.77 to 0.9 of a plain loop
-(two cores): what a call and its reply cost had no time to hide. Larger calls are no faster and starve other threads."""
+_MAX_PIECE_BYTES = 2 * MAX_RUN_BYTES
+"""Two calls, or more where they are smaller. At a fourth of it a disk of 4.6 GB/s was written at 0.77 to 0.9 of a plain
+loop (two cores): what a piece and its reply cost had no time to hide. Larger ones starve other threads."""
 
 
 def cut(moves: Moves, threads: int) -> list[Moves]:
@@ -38,24 +38,13 @@ def cut(moves: Moves, threads: int) -> list[Moves]:
     share = -(-len(moves) // threads)
     bounds: list[list[int]] = []
     for begin, end in zip(begins, [*begins[1:], len(moves)], strict=True):
-        most = _most(int(strides[begin]))
+        most = _most(_MAX_PIECE_BYTES, int(strides[begin]))
+        call = min(most, max(_most(MAX_RUN_BYTES, int(strides[begin])), share))
         if alikes[begin] and end - bounds[-1][0] <= min(most, share):
             bounds[-1][1] = end
         else:
-            bounds += [[at, min(at + most, end)] for at in range(begin, end, most)]
+            bounds += [[at, min(at + call, end)] for at in range(begin, end, call)]
     return [moves[begin:end] for begin, end in bounds]
-
-
-def is_piece(moves: Moves) -> bool:
-    """Whether `moves` are what `cut` made, so that there is nothing to cut."""
-    if len(moves) <= 1:
-        return len(moves) == 1
-    length = int(moves["length"][0])
-    if len(moves) > _most(length + TRAILER_BYTES):
-        return False
-    alike = all(len(set(moves[name].tolist())) == 1 for name in ("kind", "nvme_extent", "length"))
-    offsets = moves["nvme_offset"].tolist()
-    return alike and offsets == sorted(offsets)
 
 
 def runs(piece: Moves) -> int:
@@ -65,6 +54,6 @@ def runs(piece: Moves) -> int:
     return 1 + int((offsets[1:] != offsets[:-1] + strides).sum())
 
 
-def _most(stride: int) -> int:
-    """Slots of a piece."""
-    return max(1, min(MAX_RUN_SLOTS, _MAX_PIECE_BYTES // stride))
+def _most(nbytes: int, stride: int) -> int:
+    """Slots in `nbytes`, at least one."""
+    return max(1, min(MAX_RUN_SLOTS, nbytes // stride))

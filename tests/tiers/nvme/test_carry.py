@@ -15,10 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.errors import NotFound
-from kvstore.moves import MoveStatus
+from kvstore.moves import MoveKind, MoveStatus
 from tests.tiers.harness import SLABS, SLOT_BYTES, STRIDE, Harness, opened
-from tiers.nvme.carry import IS_COMPILED, MAX_RUN_SLOTS, SHORT, Carried, Carry, carry, carry_in_python
+from tiers.nvme.carry import (
+    IS_COMPILED,
+    MAX_RUN_SLOTS,
+    NO_MEMORY,
+    NO_SLOT,
+    SHORT,
+    Carried,
+    Carry,
+    carry,
+    carry_in_python,
+)
 from tiers.nvme.slab import Slab, open_slab
 from tiers.nvme.trailer import TRAILER_BYTES
 
@@ -46,7 +55,10 @@ def pages() -> memoryview:
 
 
 def run(how: Carry, slab: Slab, harness: Harness, moves: NDArray[np.void], pages: memoryview) -> Carried:
-    return how(slab, moves, harness.memory, pages, NOW_MS)
+    carried = how(slab, moves, harness.memory, pages, NOW_MS)
+    assert carried is not None, "it is one piece"
+    assert carried.failed == (carried.replies["status"] != 0).sum()
+    return carried
 
 
 @given(st.integers(241, 9000), st.integers(0, 255), st.integers(0, 63))
@@ -65,7 +77,9 @@ def test_what_one_writes_the_other_reads(
     expected = [harness.fill(slot) for slot in slots]
     written = run(writer, slab, harness, harness.moves_for(slots), pages)
     assert slab.dirty
+    slab.sync()
     read = run(reader, slab, harness, harness.moves_back(slots), pages)
+    assert not slab.dirty, "only what is written has to be synced"
     for carried in (written, read):
         assert not carried.replies["status"].any()
         assert not carried.faults.any()
@@ -155,12 +169,43 @@ def test_a_call_that_fails_says_why_of_each_slot(
     assert carried.faults[2] in (errno.EFAULT, SHORT)
 
 
-def test_memory_that_is_not_mapped_is_no_move(slab: Slab, harness: Harness, pages: memoryview) -> None:
-    moves = harness.moves_for([0])
-    moves["dram_extent"] = 9
-    for how in (carry, carry_in_python):
-        with pytest.raises(NotFound):
-            run(how, slab, harness, moves, pages)
+BOTH_WAYS = pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "field, value, fault",
+    [
+        ("dram_extent", 9, NO_MEMORY),
+        ("dram_extent", 65535, NO_MEMORY),
+        ("dram_offset", 64 * SLOT_BYTES - 1, NO_MEMORY),
+        ("dram_offset", (1 << 64) - 1, NO_MEMORY),
+        ("nvme_offset", 3 * STRIDE + 4096, NO_SLOT),
+        ("nvme_offset", SLABS // STRIDE * STRIDE, NO_SLOT),
+        ("nvme_offset", ((1 << 64) - 1) // STRIDE * STRIDE, NO_SLOT),
+    ],
+)
+def test_what_is_not_there_is_refused_by_itself(
+    slab: Slab, harness: Harness, pages: memoryview, how: Carry, field: str, value: int, fault: int
+) -> None:
+    """One move of a piece that named what is not there took its neighbours with it."""
+    moves = harness.moves_for([0, 1, 2, 3])
+    moves[field][3] = value
+    for kind in (MoveKind.WRITE, MoveKind.READ):
+        moves["kind"] = kind
+        carried = run(how, slab, harness, moves, pages)
+        assert carried.replies["status"].tolist() == [0, 0, 0, MoveStatus.IO_ERROR]
+        assert carried.faults.tolist() == [0, 0, 0, fault]
+
+
+@BOTH_WAYS
+def test_what_is_no_piece_is_left_alone(slab: Slab, harness: Harness, pages: memoryview, how: Carry) -> None:
+    mixed = np.concatenate((harness.moves_for([0]), harness.moves_back([1])))
+    elsewhere = harness.moves_for([0, 1])
+    elsewhere["nvme_extent"][1] = 3
+    for moves in (mixed, elsewhere, harness.moves_for([1, 0])):
+        assert how(slab, moves, harness.memory, pages, NOW_MS) is None
+    assert not slab.dirty
 
 
 def test_records_that_do_not_fit_each_other_are_refused(
@@ -169,23 +214,19 @@ def test_records_that_do_not_fit_each_other_are_refused(
     from kvstore._slab_io import transfer
 
     moves = harness.moves_for([0, 1])
-    addresses = harness.memory.addresses(moves["dram_extent"], moves["dram_offset"])
-    replies, faults = np.zeros(64, dtype=np.uint8), np.zeros(2, dtype=np.int32)
+    spans = harness.memory.spans()
     fd = slab.descriptor
     assert fd is not None
 
     def call(
-        kind: int = 2, moves: NDArray[np.void] = moves, scratch: memoryview = pages, short: int = 0
-    ) -> None:
-        transfer(fd, kind, moves.data, addresses.data, scratch, 0, replies[short:].data, faults.data)
+        replies: int = 64, faults: int = 2, scratch: memoryview = pages, slot_bytes: int = SLOT_BYTES
+    ) -> int:
+        made = np.zeros(replies, dtype=np.uint8), np.zeros(faults, dtype=np.int32)
+        return transfer(fd, 8, slot_bytes, moves, spans.bases, spans.sizes, scratch, 0, *made)
 
-    call()
-    mixed = moves.copy()
-    mixed["length"][1] = 8192
-    for wrong in ({"kind": 3}, {"kind": 1}, {"short": 32}, {"moves": moves[:1]}, {"moves": mixed}):
-        with pytest.raises(ValueError, match="are"):
+    assert call() == 0
+    for wrong in ({"replies": 32}, {"faults": 3}, {"scratch": pages[:4095]}, {"slot_bytes": 240}):
+        with pytest.raises(ValueError, match="as many"):
             call(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scratch"):
-        call(scratch=pages[:4095])
     with pytest.raises(TypeError, match="read-write"):
         call(scratch=memoryview(bytes(4096)))
