@@ -105,6 +105,9 @@ class FilledBlocks:
         if table is not None:
             self._free += table.pages[table.cached_blocks :].tolist()
 
+    def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
+        """See BlockManager."""
+
     def end_step(self) -> None:
         """See BlockManager."""
 

@@ -11,6 +11,8 @@ One engine thread. The session's and the copier's threads come in only through `
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -365,6 +367,12 @@ class KvstoreBlockManager:
         if load is not None and (load.batch is None or self._copier.cancel(load.batch)):
             self._session.stage(dropped_hbm=load.targets.slots, dropped_dram=load.sources.slots)
         self._session.stage(dropped_hbm=entry.slots)
+
+    def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
+        """See BlockManager. The daemon is told by a thread of its own: a call may take until its time-out."""
+        hashes = self._requests[request].chain.hashes[block : block + 1].copy()
+        report = functools.partial(self._session.report_wrong, self._namespace, hashes, detail)
+        threading.Thread(target=report, name="report-wrong", daemon=True).start()
 
     def end_step(self) -> None:
         """See BlockManager."""

@@ -124,6 +124,13 @@ class BlockManager(Protocol):
         """The request finished, was aborted or was preempted, queued or admitted. Idempotent; unknown ids pass."""
         ...
 
+    def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
+        """The cached block at this position of an admitted request's table is not what its tokens give. Never waits.
+
+        It is a miss from then on. `detail`: one line on how it differs.
+        """
+        ...
+
     def end_step(self) -> None:
         """Once a step, after its kernels have completed and its commits are in: send what changed. Never waits."""
         ...

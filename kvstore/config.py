@@ -309,6 +309,9 @@ class WorkerConfig:
     """Requests in one batch."""
     threads: int = 0
     """CPU threads; 0: all cores."""
+    canary_every: int = 1000
+    """Of so many requests with a cached prefix one has a cached block computed again and compared; 0: none. On a GPU in
+    deterministic mode alone, never with several devices."""
 
     def __post_init__(self) -> None:
         power = self.block_tokens
@@ -330,6 +333,7 @@ class WorkerConfig:
         _require(1 <= self.tensor_parallel <= 64, "worker.tensor_parallel", "must be from 1 to 64")
         _require(self.attention in ("triton", "flashinfer"), "worker.attention", "is triton or flashinfer")
         _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
+        _require(0 <= self.canary_every <= 1 << 30, "worker.canary_every", "must be from 0 to 1073741824")
         _require(0 <= self.threads <= 1_024, "worker.threads", "must be from 0 (all cores) to 1024")
 
 

@@ -265,6 +265,7 @@ def engine_settings(worker: WorkerConfig, *, deterministic: bool) -> EngineSetti
         chunk_tokens=worker.chunk_tokens or (_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS),
         max_running=worker.max_requests,
         threads=worker.threads or max(1, len(os.sched_getaffinity(0)) // worker.tensor_parallel),
+        canary_every=worker.canary_every,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine_adapter.base import BlockManager, RequestId
 from engine_adapter.engine.attention.tiled import GRID_TOKENS
+from engine_adapter.engine.canary import Canary
 from engine_adapter.engine.detokenizer import Detokenizer
 from engine_adapter.engine.errors import InvalidRequest
 from engine_adapter.engine.kv_pool import view_pages
@@ -31,7 +32,7 @@ from engine_adapter.engine.sampler import SamplingParams, sample
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.token_buffer import TokenBuffer
-from kvstore.errors import InvalidArgument, KvstoreError
+from kvstore.errors import Corruption, InvalidArgument, KvstoreError
 from kvstore.faults import fault
 from kvstore.identity import packed_tokens
 
@@ -130,6 +131,7 @@ class Engine:
         pool = view_pages(pages, loaded.config, blocks.block_tokens, loaded.model.dtype)
         self._max_tokens = min(loaded.max_tokens, pool.shape[0] * blocks.block_tokens)
         self._runner = make_runner(loaded, pool, settings)
+        self._canary = _canary(self._runner, pool, blocks.block_tokens, settings)
         self._overlap = settings.overlap
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[Output] = []  # outputs that came out between two steps
@@ -218,11 +220,15 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one step; what came out of it. Empty when nothing could run: see `idle_wait`."""
+        if self._canary is not None and self._canary.due:
+            self._look_again(self._canary)
         outputs, self._held = self._held, []
         chunks = self._scheduler.schedule()
         outputs += [self._fail(self._live[it.request.id], it.error) for it in self._scheduler.take_refused()]
         if chunks:
             self._launch(chunks)
+            if self._canary is not None:
+                self._canary.admitted(chunks)
         self._idle = not chunks and not self._in_flight
         depth = self._overlap if chunks and not self._in_flight[-1].draws else 0
         while len(self._in_flight) > depth:
@@ -234,6 +240,24 @@ class Engine:
         """After a step that computed nothing, sleep until the block manager may admit somebody; else return."""
         if self._idle:
             self._blocks.wait(timeout_s)
+
+    def _look_again(self, canary: Canary) -> None:
+        """Compute a cached block of a running request again. One that is wrong ends the request: its answer is, too."""
+        request = canary.take()
+        self._settle()
+        live = self._live.get(request.id)
+        cached = request.admission.cached_tokens if request.admission else 0
+        if live is None or live.request is not request or request.num_computed < max(1, cached):
+            return  # it has ended, or was preempted
+        pages = self._blocks.pages(request.id)
+        tokens = (len(pages) + 1) * self._blocks.block_tokens
+        if tokens > self._max_tokens or not self._blocks.reserve(request.id, tokens):
+            return  # no page to spare
+        block, difference = canary.check(request, self._blocks.pages(request.id))
+        if difference:
+            self._blocks.report_wrong(request.id, block, difference)
+            error = Corruption(f"block {block} of the cached prefix is wrong: {difference}; ask again")
+            self._held.append(self._fail(live, error))
 
     def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
@@ -324,6 +348,14 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Queue lengths and preemptions."""
         return self._scheduler.stats()
+
+
+def _canary(runner: Runner, pool: Tensor, block_tokens: int, settings: EngineSettings) -> Canary | None:
+    """None where it is not wanted, and where nobody knows how much may differ: on a GPU outside deterministic mode."""
+    comparable = settings.deterministic or settings.device == "cpu"
+    if not settings.canary_every or settings.tensor_parallel > 1 or not comparable:
+        return None
+    return Canary(runner, pool, block_tokens, every=settings.canary_every, exact=settings.deterministic)
 
 
 def _join(outputs: list[Output]) -> Completion:

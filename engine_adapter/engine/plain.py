@@ -73,6 +73,9 @@ class PlainBlockManager:
             self._free[self._num_free : self._num_free + table.used] = table.pages[: table.used]
             self._num_free += table.used
 
+    def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
+        """See BlockManager. Nothing is cached here."""
+
     def end_step(self) -> None:
         pass  # nobody to tell
 

@@ -17,7 +17,8 @@ class EngineSettings:
     `tensor_parallel`: devices that share the model, from `device` on.
     `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt and
     answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone
-    (deterministic mode compares equal only under equal thread counts).
+    (deterministic mode compares equal only under equal thread counts). Of `canary_every` requests with a cached prefix
+    one has a cached block computed again and compared; 0: none.
     """
 
     deterministic: bool = False
@@ -31,12 +32,15 @@ class EngineSettings:
     max_waiting: int = 1024
     max_tokens: int | None = None
     threads: int | None = None
+    canary_every: int = 0
 
     def __post_init__(self) -> None:
         if self.attention not in ("triton", "flashinfer"):
             raise ConfigError(f"attention must be triton or flashinfer, not {self.attention}")
         if self.overlap not in (0, 1):
             raise ConfigError(f"overlap must be 0 or 1, not {self.overlap}")
+        if self.canary_every < 0:
+            raise ConfigError(f"canary_every must not be negative, not {self.canary_every}")
         for name in (
             "tensor_parallel",
             "chunk_tokens",

@@ -122,6 +122,18 @@ class Attachment:
                 self._namespaces[digest] = namespace
             return namespace
 
+    def report_wrong(self, namespace: Namespace, hashes: NDArray[np.uint64], detail: str) -> int:
+        """See Session.report_wrong."""
+        request = pb.ReportWrongRequest(
+            token=self._reply.token, namespace=namespace.handle, hashes=hashes.tobytes(), detail=detail
+        )
+        try:
+            reply: pb.ReportWrongReply = self._rpc.call("ReportWrong", request, self._timeout_s)
+        except KvstoreError as error:
+            _LOG.error("a wrong block could not be reported: %s (%s)", detail, error)
+            return 0
+        return reply.dropped_blocks
+
     def any_namespace(self) -> Namespace | None:
         """One that was opened."""
         return next(iter(self._namespaces.values()), None)

@@ -182,6 +182,13 @@ class Session:
         """Forgets what a lease waits for or prefetches."""
         self._state.put(Cancel(lease=lease))
 
+    def report_wrong(self, namespace: Namespace, hashes: U64, detail: str) -> int:
+        """Says that these blocks ([n, 2]) are not what their tokens give: they end in every tier, and a person is told.
+
+        Waits for the answer, how many were known; 0 where the daemon does not answer, which is logged.
+        """
+        return self._attachment.report_wrong(namespace, hashes, detail)
+
     # ------------------------------------------------------------ slots
 
     def take_credit(self, count: int) -> SlotRun | None:

@@ -34,6 +34,7 @@ class PrefixCacheBlocks:
         self.queued: dict[RequestId, list[int]] = {}
         self.computed_tokens = 0
         self.calls: list[str] = []
+        self.wrong: list[tuple[int, str]] = []
 
     def kv_pages(self) -> Pages:
         return pages_of(self.memory)
@@ -116,6 +117,12 @@ class PrefixCacheBlocks:
             if self.refs[page] == 0 and page not in held:
                 self.memory[page] = 0xFF
                 self.free.append(page)
+
+    def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
+        self.calls.append("report_wrong")
+        key = self.tables[request].keys[block]
+        self.sealed.pop(key, None)
+        self.wrong.append((block, detail))
 
     def end_step(self) -> None:
         self.calls.append("end_step")
