@@ -39,7 +39,6 @@ from kvstore.wire.packed import REPLY
 from tiers.base import Moves, Replies, StorageTier
 from tiers.decorators import MeasuredStorage, ThrottledStorage
 from tiers.dram import DramTier
-from tiers.nvme.capacity import require_room
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.faulty import FaultyDisk
 from tiers.nvme.io import NvmeTier
@@ -69,7 +68,6 @@ class Mover:
     ) -> None:
         """`lock_fd`: the directory's lock, ours; it is let go of when no I/O is under way any more."""
         directory = self._directory = Path(config.directory)
-        self._slabs_bytes = config.slabs_bytes
         self._sock = sock
         self._disk = disk
         self._lock_fd = lock_fd
@@ -95,6 +93,7 @@ class Mover:
         self._nvme = NvmeTier(
             directory, self._dram, direct=config.direct, disk=disk, threads=count, notify=self._notice
         )
+        self._nvme.slabs_bytes = config.slabs_bytes
         storage: StorageTier = self._nvme
         if limits := _throttle(config):
             storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
@@ -176,7 +175,7 @@ class Mover:
                     # Moves that name it would fail, and their blocks be given up: the next mover loses none.
                     self._ended = True
             case wire.Limit():
-                self._slabs_bytes = message.slabs_bytes
+                self._nvme.slabs_bytes = message.slabs_bytes
             case wire.Drop() if message.tier is Tier.NVME:
                 self._slabs.put(message)
             case wire.Drop():
@@ -226,8 +225,6 @@ class Mover:
         exists = self._disk.exists(self._directory / file.name)
         fault("mover.slab")
         try:
-            if self._slabs_bytes and not exists:
-                require_room(self._directory, self._slabs_bytes, slab.nbytes, self._disk)
             self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
         except KvstoreError as error:
             self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import ConfigError, ResourceExhausted
 from kvstore.units import GIB, MIB
 from tests.tiers.harness import SLOT_BYTES
+from tiers.dram import DramTier
 from tiers.nvme.capacity import (
     SMALL_FILES_BYTES,
     check_room,
@@ -25,6 +26,7 @@ from tiers.nvme.capacity import (
     slab_file_bytes,
     slab_room,
 )
+from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import open_slab
 
 TIB = 1 << 40
@@ -114,3 +116,17 @@ def test_a_slab_beyond_the_room_is_refused(tmp_path: Path) -> None:
         open_slab(tmp_path, number, MIB, SLOT_BYTES).close()
     with pytest.raises(ResourceExhausted, match="could not be deleted"):
         require_room(tmp_path, limit, MIB)
+
+
+def test_a_tier_makes_no_slab_beyond_its_room(tmp_path: Path) -> None:
+    """The bound was the daemon's sum alone: a slab that could not be deleted was not in it."""
+    tier = NvmeTier(tmp_path, DramTier())
+    tier.slabs_bytes = 2 * slab_file_bytes(MIB)
+    tier.open_slab(1, 1, MIB, SLOT_BYTES)
+    tier.open_slab(2, 2, MIB, SLOT_BYTES)
+    with pytest.raises(ResourceExhausted, match="no room for a slab"):
+        tier.open_slab(3, 3, MIB, SLOT_BYTES)
+    tier.open_slab(2, 2, MIB, SLOT_BYTES)  # it is there already
+    tier.slabs_bytes += slab_file_bytes(MIB)
+    tier.open_slab(3, 3, MIB, SLOT_BYTES)
+    tier.close()
