@@ -51,7 +51,7 @@ class NvmeTier:
     ) -> None:
         """`threads`: how many carry out pieces; a batch is cut so that each gets some."""
         self.slabs_bytes = 0
-        """The most that all slabs may take, as `tiers.nvme.capacity` counts; 0: no bound. May be changed at any time."""
+        """The most that all slabs may take, as `tiers.nvme.capacity` counts; 0: no bound. May change at any time."""
         self._directory = directory
         self._memory = memory
         self._direct = direct
