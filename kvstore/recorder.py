@@ -107,7 +107,7 @@ _MEANING: Mapping[Event, tuple[str, str, str, str]] = {
     Event.MOVES_END: ("path", "ok", "", "first_id"),
     Event.MOVES_FAILED: ("path", "status", "", "first_id"),
     Event.MOVER_START: ("path", "pid", "", ""),
-    Event.MOVER_END: ("path", "exit", "", ""),
+    Event.MOVER_END: ("path", "exit_or_signal", "", ""),
     Event.PATH_OPEN: ("path", "slabs", "", ""),
     Event.PATH_PAUSED: ("path", "", "", ""),
     Event.PATH_RESUMED: ("path", "", "", ""),

@@ -152,7 +152,7 @@ class MoverPath:
         self._link, self._announced = link, False
         self._ended.clear()
         self._slabs.forget()
-        _LOG.info("mover started", path=self.number, pid=link.pid)
+        self.voice.mover_started(link.pid)
 
     def _announce(self) -> None:
         """The mover is in the keeper: from now on it may touch memory."""
@@ -235,7 +235,7 @@ class MoverPath:
         os.environ.pop(FAULT_VARIABLE, None)  # a fault that a test asked for is for one life
         self._kept.remove([f"mover-{self.number}"])
         code = link.reap(_REAP_S)
-        _LOG.warning("mover ended", path=self.number, code=code)
+        self.voice.mover_ended(code)
         self.outstanding.lost()
         self._hangs = False
         self.voice.settled("stall")

@@ -29,6 +29,7 @@ from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, Kvsto
 from kvstore.layout import Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import ExtentInfo
+from kvstore.recorder import Event
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.nvme.capacity import slab_file_bytes
 from tiers.nvme.cleared import note_cleared
@@ -122,6 +123,7 @@ class Movers:
             opened = await self._bring_in(number, sized, start)
         start.loaded.set()
         _LOG.info("path open", path=path.path, slabs=opened.plan.slabs)
+        self._owner.recorder.note(Event.PATH_OPEN, number, a=opened.plan.slabs)
         space = PathSpace(
             number=number,
             owner=self._owner,

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.health import RETRY_MS
+from kvstore.recorder import Event
 
 __all__ = ["PathVoice"]
 
@@ -76,8 +77,20 @@ class PathVoice:
                 self._owner.warnings[topic] = text
                 self._owner.counters.add("nvme_pauses_total")
                 _LOG.warning("path paused", path=self.number, what=what, error=self._reason)
+                self._owner.recorder.note(Event.PATH_PAUSED, self.number)
             elif not paused and self._owner.warnings.pop(topic, None) is not None:
                 _LOG.info("path resumed", path=self.number, what=what)
+                self._owner.recorder.note(Event.PATH_RESUMED, self.number)
+
+    def mover_started(self, pid: int) -> None:
+        """A new process works for the path."""
+        _LOG.info("mover started", path=self.number, pid=pid)
+        self._owner.recorder.note(Event.MOVER_START, self.number, a=pid)
+
+    def mover_ended(self, code: int | None) -> None:
+        """It is gone; `code` as `subprocess` says it, negative for a signal."""
+        _LOG.warning("mover ended", path=self.number, code=code)
+        self._owner.recorder.note(Event.MOVER_END, self.number, a=abs(code or 0))
 
     @property
     def troubles(self) -> list[str]:

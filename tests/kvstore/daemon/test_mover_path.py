@@ -20,6 +20,7 @@ from kvstore.daemon import mover_path as module
 from kvstore.daemon.mover_path import MoverPath
 from kvstore.layout import Tier
 from kvstore.mover_link import MoverLink
+from kvstore.recorder import NoRecorder
 from kvstore.wire.packed import MOVE
 
 SLOT_BYTES = 4096
@@ -96,6 +97,7 @@ class Rig:
             warnings={},
             settle_soon=lambda: None,
             counters=SimpleNamespace(add=lambda *_: None),
+            recorder=NoRecorder(),
         )
         info = SimpleNamespace(extent=10, nbytes=4096)
         memory: Any = SimpleNamespace(extents=lambda tier: [(info, 0)] if tier is Tier.DRAM else [])
