@@ -181,6 +181,13 @@ def _paths(stats: pb.StatsReply) -> Table:
 def _path_state(path: pb.PathStats) -> Text:
     if not path.in_service:
         return Text("out of service", style="yellow")
+    if path.hangs:
+        return Text("does not answer", style="yellow")
+    if path.reads_paused or path.writes_paused:
+        what = (
+            "all" if path.reads_paused and path.writes_paused else "reads" if path.reads_paused else "writes"
+        )
+        return Text(f"fails {what}", style="yellow")
     if path.leaving_extents:
         return Text(f"resizing, {format_count(path.leaving_extents)} slabs to go", style="yellow")
     return Text("in service")

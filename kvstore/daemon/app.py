@@ -214,6 +214,7 @@ class Daemon:
             ),
             transfers=self._transfers,
             streams=streams,
+            disk_serves=self._movers.serves,
         )
         self._frames = FrameServer(self._owner, streams)
         self._metrics = _metrics_server(self._config.metrics_port, unary)

@@ -33,10 +33,13 @@ _GPU_GAUGES = (
 _PATH_GAUGES = (
     "capacity_bytes",
     "disk_bytes",
+    "hangs",
     "in_service",
     "leaving_extents",
+    "reads_paused",
     "write_budget_bytes",
     "write_budget_left_bytes",
+    "writes_paused",
 )
 _PATH_COUNTERS = ("accepted_bytes", "written_bytes")
 _TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")

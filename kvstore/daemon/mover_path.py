@@ -98,7 +98,8 @@ class MoverPath:
         """Whether the mover is in the keeper and has every extent: before that nothing may be sent to it."""
         self._waiting_moves: NDArray[np.void] | None = None
         self.outstanding = Outstanding()
-        self._hangs = False
+        self.hangs = False
+        """Whether its disk does not answer."""
         self._written = _Written([], [])
         self._sync_id = 0
         self._flushing: dict[int, asyncio.Future[None]] = {}
@@ -182,7 +183,7 @@ class MoverPath:
     def answers(self) -> bool:
         """Whether it is in service, takes writes, and its disk has not kept it waiting for long."""
         link = self._working()
-        if link is None or self._hangs:
+        if link is None or self.hangs:
             return False
         return not self._owner.store.health(self.number).writes.paused
 
@@ -209,15 +210,15 @@ class MoverPath:
                     link.kill()
 
     def _disk_hangs(self) -> None:
-        if not self._hangs:
-            self._hangs = True
+        if not self.hangs:
+            self.hangs = True
             self._owner.store.paths.hangs(self.number)
             self.voice.say_hangs()
             self._owner.settle_soon()
 
     def _disk_answers(self) -> None:
-        if self._hangs:
-            self._hangs = False
+        if self.hangs:
+            self.hangs = False
             self._owner.store.paths.answers(self.number)
             self.voice.say_answers()
             self._owner.settle_soon()
@@ -237,7 +238,7 @@ class MoverPath:
         code = link.reap(_REAP_S)
         self.voice.mover_ended(code)
         self.outstanding.lost()
-        self._hangs = False
+        self.hangs = False
         self.voice.settled("stall")
         self._waiting_moves = None
         self._written, self._syncing = _Written([], []), None

@@ -419,6 +419,8 @@ class Movers:
         found = []
         for number, configured in enumerate(self._owner.config.nvme):
             stats = pb.PathStats(path=configured.path, capacity_bytes=configured.capacity_bytes)
+            health = self._owner.store.health(number)
+            stats.reads_paused, stats.writes_paused = health.reads.paused, health.writes.paused
             budget = self._owner.store.budget(number)
             stats.accepted_bytes, stats.written_bytes = budget.accepted_bytes, budget.spent_bytes
             if budget.day_bytes:
@@ -427,10 +429,19 @@ class Movers:
             mover = self._paths.get(number)
             if mover is not None:
                 stats.capacity_bytes, stats.disk_bytes = mover.space.capacity_bytes, mover.space.disk_bytes
-                stats.in_service = mover.in_service
+                stats.in_service, stats.hangs = mover.in_service, mover.hangs
                 stats.leaving_extents = self._resizers[number].leaving
             found.append(stats)
         return found
+
+    def serves(self, folder: str) -> bool | None:
+        """Whether a path does all that is asked of it; None where none has this folder."""
+        for number, configured in enumerate(self._owner.config.nvme):
+            if configured.path == folder:
+                mover, health = self._paths.get(number), self._owner.store.health(number)
+                well = not (health.reads.paused or health.writes.paused)
+                return well and mover is not None and mover.in_service and not mover.hangs
+        return None
 
     def counters(self) -> Mapping[str, int]:
         """What the movers counted, over all paths."""

@@ -54,6 +54,9 @@ _ADMIN_CALLS = {
 _TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs": "slabs"}
 
 _SERVICES = pb.DESCRIPTOR.services_by_name
+_Health = health_pb2.HealthCheckResponse
+_SERVICE_NAMES = ("", "kvstore.v1.Kvstore")
+_DISK_SERVICE = "nvme:"
 _Handler = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -61,9 +64,18 @@ class Services:
     """The servers of one daemon."""
 
     def __init__(
-        self, *, owner: Owner, unary: Unary, admin: Admin, transfers: Transfers, streams: SessionStreams
+        self,
+        *,
+        owner: Owner,
+        unary: Unary,
+        admin: Admin,
+        transfers: Transfers,
+        streams: SessionStreams,
+        disk_serves: Callable[[str], bool | None],
     ) -> None:
+        """`disk_serves`: whether the path with a folder does all that is asked of it; None: there is no such path."""
         self._owner = owner
+        self._disk_serves = disk_serves
         self._config = owner.config
         limits = self._config.limits
         handlers: dict[str, Any] = {
@@ -135,28 +147,32 @@ class Services:
     async def _check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", "kvstore.v1.Kvstore"):
+        now = self._health_now(request.service)
+        if now == _Health.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
-        return health_pb2.HealthCheckResponse(status=self._health_now())
+        return _Health(status=now)
 
     async def _watch(
         self, request: health_pb2.HealthCheckRequest, _context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last = None
         while True:
-            now = self._health_now()
-            if request.service not in ("", "kvstore.v1.Kvstore"):
-                now = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            now = self._health_now(request.service)
             if now != last:
                 last = now
-                yield health_pb2.HealthCheckResponse(status=now)
+                yield _Health(status=now)
             await asyncio.sleep(_HEALTH_POLL_S)
 
-    def _health_now(self) -> health_pb2.HealthCheckResponse.ServingStatus:
-        draining = self._owner.draining
-        return (
-            health_pb2.HealthCheckResponse.NOT_SERVING if draining else health_pb2.HealthCheckResponse.SERVING
-        )
+    def _health_now(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        """Of the service, which a failing disk does not end, or of `nvme:FOLDER`."""
+        serves: bool | None = None
+        if service in _SERVICE_NAMES:
+            serves = True
+        elif service.startswith(_DISK_SERVICE):
+            serves = self._disk_serves(service.removeprefix(_DISK_SERVICE))
+        if serves is None:
+            return _Health.SERVICE_UNKNOWN
+        return _Health.SERVING if serves and not self._owner.draining else _Health.NOT_SERVING
 
     async def stop(self, grace_s: float) -> None:
         """Ends all calls, streams after `grace_s`."""

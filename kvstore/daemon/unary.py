@@ -226,6 +226,7 @@ class Unary:
             sealed_slots=tier.sealed_slots,
             held_slots=tier.held_slots,
             orphan_slots=tier.orphan_slots,
+            quarantined_slots=tier.quarantined_slots,
         )
 
     def _capacity(self, tier: TierStats) -> int:

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvstore.units import MIB
 from kvstore.wire.packed import COPY, u32_of
+from kvstore.wire.v1 import health_pb2, health_pb2_grpc
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
 from tests.support.raw_client import SLOT_BYTES, RawClient
 
 BLOCKS = 40
+_SERVING = health_pb2.HealthCheckResponse.SERVING
 MISS, DRAM, PROMOTING = pb.OUTCOME_MISS, pb.OUTCOME_HIT_DRAM, pb.OUTCOME_PROMOTING
 NAMES = ("eio", "short", "flip", "hang", "torn", "gone", "cut", "one")
 """Prompts that are on disk alone when the tests begin, for one test each."""
@@ -53,6 +56,22 @@ class Rig:
         """The fault has ended: everything comes back without anybody's doing."""
         self.say("")
         wait_for("the end of all warnings", lambda: not self.service.stats().warnings)
+
+    def path(self) -> pb.PathStats:
+        """The path as Stats, `kvstore status` and the metrics show it."""
+        (path,) = self.service.stats().paths
+        return path
+
+    def serving(self) -> tuple[bool, bool]:
+        """What the health service says of the whole and of the path."""
+        with grpc.insecure_channel(f"unix:{self.service.socket}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            folder = self.service.config.nvme[0].path
+            told = [
+                health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status
+                for name in ("kvstore.v1.Kvstore", f"nvme:{folder}")
+            ]
+        return told[0] == _SERVING, told[1] == _SERVING
 
     def count(self, name: str) -> int:
         return int(self.service.stats().counters[name])
@@ -134,10 +153,14 @@ def test_a_disk_that_gives_nothing_is_paused_and_comes_back_with_all_it_has(
     rig.say(f"* read {fault}")
     assert rig.read(name) == [MISS] * BLOCKS
     assert "paused" in rig.warning("fails all reads", words)
-    assert rig.count("nvme_failed_blocks_total") >= 0
+    assert rig.path().reads_paused
+    assert not rig.path().writes_paused
+    assert rig.serving() == (True, False), "a failing disk is no failing service"
     rig.say("")
     wait_for("the blocks", lambda: rig.read(name) == [DRAM] * BLOCKS)
     assert rig.count("io_errors") >= 32
+    assert rig.serving() == (True, True)
+    assert not rig.path().reads_paused
 
 
 def test_one_block_that_cannot_be_read_costs_itself_alone(rig: Rig) -> None:
@@ -151,6 +174,8 @@ def test_one_block_that_cannot_be_read_costs_itself_alone(rig: Rig) -> None:
     rig.say("")
     assert rig.one.acquire(hashes, lease=51).outcomes == [MISS]
     assert rig.service.tier("nvme").sealed_slots == before - 1
+    assert rig.service.tier("nvme").quarantined_slots == 1
+    assert rig.serving() == (True, True)
     assert "failed: Input/output error" in rig.service.log.read_text()
     assert not rig.service.stats().warnings
 
@@ -177,6 +202,8 @@ def test_a_disk_that_takes_nothing_is_paused_and_then_takes_all(rig: Rig, fault:
     before = rig.service.tier("nvme").sealed_slots
     store(rig.one, f"write {fault}")
     assert "paused" in rig.warning("fails all writes", words)
+    assert rig.path().writes_paused
+    assert rig.serving() == (True, False)
     assert rig.service.tier("nvme").sealed_slots == before
     rig.say("")
     wait_for("all of it on disk", lambda: rig.service.tier("nvme").sealed_slots == before + BLOCKS)
@@ -199,6 +226,9 @@ def test_a_disk_that_hangs_is_a_miss_after_seconds_and_serves_again(rig: Rig) ->
     before = rig.count("nvme_hangs_total")
     assert rig.read("hang") == [MISS] * BLOCKS
     rig.warning("does not answer")
+    assert rig.path().hangs
+    assert rig.path().in_service
+    assert rig.serving() == (True, False)
     assert rig.count("nvme_hangs_total") == before + 1
     rig.say("")
     wait_for("the blocks", lambda: rig.read("hang") == [DRAM] * BLOCKS)
