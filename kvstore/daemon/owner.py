@@ -46,6 +46,8 @@ class Owner:
         self.started_s = time.monotonic()
         self.paused = False
         self.draining = False
+        self.found_wrong = False
+        """Whether any block was not what was stored."""
         self.warnings: dict[str, str] = {}
         """By topic: what a person should act on, as Stats shows it."""
         self.sessions: dict[SessionId, Session] = {}
@@ -129,6 +131,7 @@ class Owner:
             _LOG.error("wrong block", block=block.hash.hex(), where=block.where)
         if wrong:
             found = self.store.stats().counters["wrong_blocks"]
+            self.found_wrong = True
             self.warnings["wrong blocks"] = (
                 f"{found} blocks were not what was stored and were taken back: memory, a driver or an engine of this "
                 "machine is at fault; see the log and `kvstore blackbox`"

@@ -56,6 +56,7 @@ _TRANSFER_CALLS = {"AdoptKey": "adopt_key", "Namespaces": "namespaces", "Slabs":
 _SERVICES = pb.DESCRIPTOR.services_by_name
 _Health = health_pb2.HealthCheckResponse
 _SERVICE_NAMES = ("", "kvstore.v1.Kvstore")
+_BLOCKS_SERVICE = "blocks"
 _DISK_SERVICE = "nvme:"
 _Handler = Callable[[Any, Context], Awaitable[Any]]
 
@@ -164,10 +165,12 @@ class Services:
             await asyncio.sleep(_HEALTH_POLL_S)
 
     def _health_now(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        """Of the service, which a failing disk does not end, or of `nvme:FOLDER`."""
+        """Of the service, which nothing below ends, of `nvme:FOLDER`, or of `blocks`: whether all were right so far."""
         serves: bool | None = None
         if service in _SERVICE_NAMES:
             serves = True
+        elif service == _BLOCKS_SERVICE:
+            serves = not self._owner.found_wrong
         elif service.startswith(_DISK_SERVICE):
             serves = self._disk_serves(service.removeprefix(_DISK_SERVICE))
         if serves is None:

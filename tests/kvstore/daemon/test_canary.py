@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvstore.errors import InvalidArgument, PermissionDenied
 from kvstore.moves import Outcome
 from kvstore.units import MIB
+from kvstore.wire.v1 import health_pb2, health_pb2_grpc
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.transfer.conftest import Engine, engine, many, parts
 from tests.support.daemon import Service, small_config, started, wait_for
@@ -27,6 +29,12 @@ def service() -> Iterator[Service]:
 
 def counter(service: Service, name: str) -> int:
     return service.stats().counters.get(name, 0)
+
+
+def health(service: Service, name: str) -> int:
+    with grpc.insecure_channel(f"unix:{service.socket}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status)
 
 
 def flipped(one: Engine, hashes, block: int) -> None:  # type: ignore[no-untyped-def]
@@ -60,12 +68,15 @@ def test_a_bit_that_flips_in_dram_is_found_said_and_served_no_more(service: Serv
         assert one.served(hashes) == 6
         wait_for("checks", lambda: counter(service, "canary_blocks") > 0)
         assert counter(service, "wrong_blocks") == 0
+        assert health(service, "blocks") == health_pb2.HealthCheckResponse.SERVING
         flipped(one, hashes, 3)
         serve_until_found(service, one, hashes[3:4])
         assert one.served(hashes) == 6, "the disk's copy is right, and every byte was looked at"
         stats = service.stats()
         assert stats.counters["wrong_blocks"] == 1
         assert any("taken back" in warning for warning in stats.warnings)
+        assert health(service, "blocks") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert health(service, "") == health_pb2.HealthCheckResponse.SERVING
         assert service.faults() == []
     line = next(line for line in service.log.read_text().splitlines() if "wrong block" in line)
     assert " error " in line
