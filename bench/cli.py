@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from bench import engine_commands
+from bench import index as index_bench
 from bench import lookup as lookup_bench
 from bench import nvme as nvme_bench
 from bench import store as store_bench
@@ -84,6 +85,23 @@ def nvme(
     with progress() as say:
         found = nvme_bench.measure(plan, say, checked(folder))
     finish("nvme", asdict(found), nvme_bench.figures, as_json=as_json, save=save, out=out)
+
+
+@app.command()
+def index(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+) -> None:
+    """How much memory and disk the index of NVMe blocks takes, and how soon a start knows up to ten million of them."""
+    plan = index_bench.SHORT if short else index_bench.FULL
+    with progress() as say:
+        found = index_bench.measure(plan, say, checked(folder))
+    result: Mapping[str, object] = {"sizes": [asdict(size) for size in found]}
+    finish("index", result, index_bench.figures, as_json=as_json, save=save, out=out)
 
 
 _TWO_CORES = {"match_ms 1024": 0.5, "match_ms 4096": 1.0, "call_ms 1024": 2.0, "call_ms 4096": 4.0}

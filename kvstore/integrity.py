@@ -92,7 +92,8 @@ def _check_rows(state: StoreState) -> list[str]:
         for device in range(columns.shape.devices if tier is Tier.HBM else 1):
             copies += state.pool(tier).sealed(state.table.column(tier, device))
     faults = _count(sealed & (copies == 0), "sealed rows have no complete copy")
-    faults += _count(~sealed & (copies > 0), "rows that are not sealed have a complete copy")
+    unsealed = ~sealed & (now != State.CLEARED)
+    faults += _count(unsealed & (copies > 0), "rows that are not sealed have a complete copy")
     any_copy = (columns.dram != NONE) | (columns.nvme != NONE) | (columns.hbm != NONE).any(axis=0)
     free &= ~_aside(state)
     faults += _count(free & any_copy, "free rows name a slot")

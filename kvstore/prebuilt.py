@@ -150,13 +150,14 @@ class Prebuilder:
     def fill(self, at: NDArray[np.int64], blocks: Blocks, slab: SlabSlots) -> None:
         """These blocks are at these positions; all positions together are 0 to n - 1, each once. O(n)."""
         built = self._built
-        built.hash[at] = blocks.hashes
-        built.namespace[at] = blocks.namespaces
-        built.depth[at] = blocks.depths
-        built.touch[at] = np.minimum(blocks.touches, np.uint64(self._plan.latest_touch))
-        built.nvme[at] = blocks.slots + np.uint32(slab.base)
+        place = _run(at)
+        built.hash[place] = blocks.hashes
+        built.namespace[place] = blocks.namespaces
+        built.depth[place] = blocks.depths
+        built.touch[place] = np.minimum(blocks.touches, np.uint64(self._plan.latest_touch))
+        built.nvme[place] = blocks.slots + np.uint32(slab.base)
         rows = self._plan.rows_of(at)
-        own = blocks.slots.astype(np.int64) + slab.first
+        own = _run(blocks.slots.astype(np.int64) + slab.first)
         built.slot_row[own] = rows
         words = blocks.generations.astype(np.uint64) << GENERATION_SHIFT
         built.slot_state[own] = words | np.uint64(SlotState.SEALED)
@@ -294,6 +295,13 @@ def _fill_window(
     tags.reshape(-1)[target] = own_tags[at[fits]]
     entries.reshape(-1)[target] = at[fits]
     return at[~fits]
+
+
+def _run(at: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """The same positions, as a slice where they are one run: written at twice the speed."""
+    if len(at) and (at[1:] - at[:-1] == 1).all():
+        return slice(int(at[0]), int(at[-1]) + 1)
+    return at
 
 
 def _same(left: U64, right: U64) -> NDArray[np.bool_]:

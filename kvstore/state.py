@@ -6,7 +6,7 @@ Owns the elementary transitions that keep slot and row in step: linking, unlinki
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -57,6 +57,7 @@ class StoreState:
     """The store's parts and the transitions between them."""
 
     __slots__ = (
+        "cleared",
         "columns",
         "counters",
         "dram",
@@ -106,6 +107,8 @@ class StoreState:
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed
         """NVMe slots that the durable index has to learn of: noted before they change, see kvstore.index_changes."""
+        self.cleared: deque[U32] = deque()
+        """Rows that were cleared and still have slots; a start frees them all."""
         self.loads: list[Load] = []
         """Paths whose blocks are being entered: rows and extents are put aside for them."""
         self.hung: NDArray[np.bool_] = np.zeros(256, dtype=np.bool_)

@@ -455,12 +455,12 @@ class Store:
 
     def tick(self, now_ms: int) -> None:
         """The background's turn: pins that end, a reserve of free slots in each class, extents that change class."""
-        state = self._state
-        state.tell_time(now_ms)
-        self._pins.expire(state.now_ms)
+        self._state.tell_time(now_ms)
+        self._pins.expire(self._state.now_ms)
         self._evictor.keep_reserves()
         self._moving.catch_up()
         self.index_changes.tick()
+        clearing.sweep(self._state)
 
     # ------------------------------------------------------------ storage that is found, administration, reports
 

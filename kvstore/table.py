@@ -23,6 +23,8 @@ PINNED = 255
 """`priority` of a block whose last copy is not evicted."""
 _STATE_BITS = np.uint64(0xFF)
 _ONE_GENERATION = np.uint64(1 << 8)
+_FILLING = np.uint64(State.FILLING)
+_USABLE_STATES = np.uint64(2)
 _WINDOW_ROWS = 1 << 16
 
 
@@ -63,10 +65,11 @@ class BlockTable:
     def _usable(self, rows: U32, namespaces: U32 | int) -> U32:
         known = rows != NONE
         safe = rows if known.all() else np.where(known, rows, 0)
+        # FILLING or SEALED: of FREE and CLEARED the one is below and the other above.
         good = (
             known
             & (self.columns.namespace[safe] == namespaces)
-            & ((self.columns.state[safe] & _STATE_BITS) != 0)
+            & ((self.columns.state[safe] & _STATE_BITS) - _FILLING < _USABLE_STATES)
         )
         return rows if good.all() else np.where(good, rows, np.uint32(NONE))
 
@@ -130,6 +133,15 @@ class BlockTable:
         """FILLING rows become hits. This word is the commit."""
         self.columns.state[rows] = (self.columns.state[rows] & ~_STATE_BITS) | np.uint64(State.SEALED)
         self._fault("rows.sealed")
+
+    def clear(self, rows: U32) -> None:
+        """SEALED rows are hits no more, from this word on; `free` is to come."""
+        self.columns.state[rows] = (self.columns.state[rows] & ~_STATE_BITS) | np.uint64(State.CLEARED)
+        self._fault("rows.cleared")
+
+    def cleared(self, rows: U32) -> NDArray[np.bool_]:
+        """[n] whether each row (NONE allowed) is CLEARED."""
+        return self._is(rows, State.CLEARED)
 
     def free(self, rows: U32) -> None:
         """Rows end. No slot points at them any more, or the caller takes the slots away next."""

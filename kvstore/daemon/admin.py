@@ -19,6 +19,7 @@ from tiers.nvme.cleared import EVERY_NAMESPACE
 __all__ = ["Admin"]
 
 _ALL_NAMESPACES = 0xFFFFFFFF
+_DIGEST_BYTES = 16
 _NEXT_MS_S = 0.002
 """A start passes over what is no younger than a clear: whatever is stored after the answer must be of a later ms."""
 
@@ -60,9 +61,17 @@ class Admin:
 
         What is stored between call and answer may be a miss after a start; what is stored after the answer is not.
         """
-        every = request.namespace == _ALL_NAMESPACES
+        if len(request.digest) not in (0, _DIGEST_BYTES):
+            raise InvalidArgument(
+                f"a namespace's digest has {_DIGEST_BYTES} bytes, not {len(request.digest)}"
+            )
+        every = not request.digest and request.namespace == _ALL_NAMESPACES
         now_ms = self._owner.now_ms()
-        result = self._store.clear(None if every else self._namespace(request.namespace))
+        if request.digest:
+            namespace = self._store.intern_namespace(request.digest)
+        else:
+            namespace = self._namespace(request.namespace)
+        result = self._store.clear(None if every else namespace)
         self._owner.settle_soon()
         for digest in (EVERY_NAMESPACE,) if every else result.digests:
             await self._movers.note_cleared(digest, now_ms)

@@ -303,17 +303,20 @@ def _read(env: lmdb.Environment) -> Iterator[IndexChunk]:
     taken = np.empty(_CHUNK_GROUPS, dtype=_GROUP)
     buffer = memoryview(taken.data).cast("B")
     numbers: list[int] = []
-    slab = 0
+    slab = at = 0
+    size, end = _GROUP.itemsize, len(buffer)  # this loop runs once for each 128 of perhaps ten million blocks
     with env.begin(buffers=True) as txn, txn.cursor() as cursor:
         for key, value in cursor:
-            if len(key) != _KEY.size or len(value) != _GROUP.itemsize:
+            if len(value) != size or len(key) != _KEY.size:
                 continue
             of, number = _KEY.unpack(key)
-            if numbers and (of != slab or len(numbers) == _CHUNK_GROUPS):
-                yield from _chunks(slab, numbers, taken)
+            if of != slab or at == end:
+                if numbers:
+                    yield from _chunks(slab, numbers, taken)
                 numbers.clear()
-            slab = of
-            buffer[len(numbers) * _GROUP.itemsize : (len(numbers) + 1) * _GROUP.itemsize] = value
+                slab, at = of, 0
+            buffer[at : at + size] = value
+            at += size
             numbers.append(number)
     if numbers:
         yield from _chunks(slab, numbers, taken)
