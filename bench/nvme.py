@@ -52,7 +52,7 @@ class NvmePlan:
 
 
 FULL = NvmePlan()
-SHORT = NvmePlan(nbytes=64 * MIB, rounds=5, probes=1)
+SHORT = NvmePlan(nbytes=128 * MIB, rounds=5, probes=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
