@@ -90,6 +90,7 @@ class MoveStatus(IntEnum):
     CORRUPT = 1  # READ: the bytes are not those that were written; the block is removed from this tier
     IO_ERROR = 2
     CANCELLED = 3
+    NOT_SYNCED = 4  # WRITE: carried out, and the medium did not say that it has it
 
 
 class MissCause(IntEnum):

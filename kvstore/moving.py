@@ -171,7 +171,7 @@ class Moving:
             unmade = bad & self._state.unmade[self._state.nvme.extent[flights["nvme"]]]
             bad, cancelled = bad & ~unmade, cancelled | unmade
         # A disk that fails everything says nothing about its slots: neither they nor the blocks in them are given up.
-        whole = self._judge(path, reads, ok | corrupt, bad)
+        whole = self._judge(path, reads, ok | corrupt, bad) | (statuses == MoveStatus.NOT_SYNCED)
         if whole.any():
             bad, cancelled = bad & ~whole, cancelled | whole
             self._count_errors(path, int(whole.sum()))

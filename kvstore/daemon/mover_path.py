@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.nvme import OpenPath, SlabTable
-from kvstore.daemon.outstanding import Outstanding
+from kvstore.daemon.outstanding import Outstanding, longest_answer_s
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.path_slabs import PathSlabs
 from kvstore.daemon.path_voice import PathVoice
@@ -61,14 +60,6 @@ class StartLink(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Written:
-    """Writes that the mover has answered and that are not on the medium yet."""
-
-    ids: list[NDArray[np.uint64]]
-    statuses: list[NDArray[np.uint8]]
-
-
 class MoverPath:
     """The mover of one path and what goes through it."""
 
@@ -100,11 +91,11 @@ class MoverPath:
         self.outstanding = Outstanding()
         self.hangs = False
         """Whether its disk does not answer."""
-        self._written = _Written([], [])
+        self._written: list[NDArray[np.uint64]] = []  # ids of writes that are not on the medium yet
         self._sync_id = 0
         self._flushing: dict[int, asyncio.Future[None]] = {}
         """Syncs that a flush waits for, by id."""
-        self._syncing: _Written | None = None
+        self._syncing: list[NDArray[np.uint64]] = []  # those that the sync under way covers
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
         self.voice = PathVoice(owner, number, opened.directory.path)
         self._slabs = PathSlabs(columns=columns, table=slabs, directory=opened.directory, index=self.index)
@@ -177,7 +168,7 @@ class MoverPath:
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not (len(self.outstanding) or self._written.ids or self._syncing)
+        return not (len(self.outstanding) or self._written or self._syncing)
 
     @property
     def answers(self) -> bool:
@@ -200,6 +191,7 @@ class MoverPath:
                 await asyncio.wait_for(self._ended.wait(), _WATCH_S)
             except TimeoutError:
                 stalled_s = link.stalled_s()
+                stalled_s -= longest_answer_s(self._owner.config.nvme_throttle)
                 if stalled_s > _HANGS_S:
                     self._disk_hangs()
                 else:
@@ -241,7 +233,7 @@ class MoverPath:
         self.hangs = False
         self.voice.settled("stall")
         self._waiting_moves = None
-        self._written, self._syncing = _Written([], []), None
+        self._written, self._syncing = [], []
         for waiting in self._flushing.values():
             waiting.set_exception(Unavailable("the mover died"))
         self._flushing.clear()
@@ -438,8 +430,7 @@ class MoverPath:
         if self._owner.config.durability is not Durability.POWER:
             waits[:] = False
         if waits.any():
-            self._written.ids.append(ids[waits])
-            self._written.statuses.append(statuses[waits])
+            self._written.append(ids[waits])
         self._done(ids[~waits], statuses[~waits])
 
     def _done(self, ids: NDArray[np.uint64], statuses: NDArray[np.uint8]) -> None:
@@ -460,21 +451,21 @@ class MoverPath:
             else:
                 waiting.set_result(None)
             return
-        batch, self._syncing = self._syncing, None
-        if batch is None:
+        batch, self._syncing = self._syncing, []
+        if not batch:
             return
-        ids, statuses = np.concatenate(batch.ids), np.concatenate(batch.statuses)
+        ids, status = np.concatenate(batch), MoveStatus.OK
         if not synced.text:
             self.voice.settled("sync")
         else:
             self.voice.complain("sync", f"nvme path {self.opened.directory.path}: {synced.text}")
-            statuses = np.full(len(ids), MoveStatus.IO_ERROR, dtype=np.uint8)
-        self._done(ids, statuses)
+            status = MoveStatus.NOT_SYNCED
+        self._done(ids, np.full(len(ids), status, dtype=np.uint8))
 
     def _sync_or_commit(self) -> None:
         link = self._working()
-        if link is not None and self._written.ids and self._syncing is None:
-            self._syncing, self._written = self._written, _Written([], [])
+        if link is not None and self._written and not self._syncing:
+            self._syncing, self._written = self._written, []
             self._sync_id += 1
             link.send_sync(self._sync_id)
         self.index.start()

@@ -5,14 +5,28 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.config import NvmeThrottle
 from kvstore.moves import MoveKind
 from kvstore.striping import STRIPE_BYTES, PathLoad
+from kvstore.units import MIB
 
-__all__ = ["Outstanding"]
+__all__ = ["Outstanding", "longest_answer_s"]
 
 _MOST_WRITES = 768
 """Of the moves that a mover may have (`MoverLink.room`): reads find a place however slow writes are."""
+_LARGE_CALL_BYTES = 16 * MIB  # as much as one call may move, or one slot and the debt of the one before
+_CALLS = 2
 _FIRST_WRITES = 8  # before the size of a block is known
+
+
+def longest_answer_s(throttle: NvmeThrottle | None) -> float:
+    """How long a disk that is well may take to an answer because it is held back."""
+    if throttle is None:
+        return 0.0
+    rates = (throttle.read_bytes_per_s, throttle.write_bytes_per_s)
+    operations = (throttle.read_operations_per_s, throttle.write_operations_per_s)
+    waits_s = [_LARGE_CALL_BYTES / rate for rate in rates if rate]
+    return max([0.0, *waits_s, *(_CALLS / rate for rate in operations if rate)])
 
 
 class Outstanding:

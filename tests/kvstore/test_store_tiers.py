@@ -285,6 +285,28 @@ def test_a_write_that_fails_costs_its_slot_and_not_the_block() -> None:
     rig.check()
 
 
+def test_a_sync_that_fails_costs_no_slot_and_its_blocks_are_written_again() -> None:
+    """An fdatasync that failed took every slot that it was to cover out of use, and nobody wrote their blocks again."""
+    rig = Rig(limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))
+    one = rig.attach()
+    rig.write_through(one, chain(8))
+    assert len(rig.write_down(status=MoveStatus.NOT_SYNCED)) == 8
+    assert rig.tier(Tier.NVME).quarantined_slots == 0
+    assert rig.store.health(0).writes.failures == 8
+    for _ in range(3):
+        rig.store.tick(rig.now_ms)
+        rig.write_down(status=MoveStatus.NOT_SYNCED)
+    assert rig.store.health(0).writes.paused
+    rig.now_ms += RETRY_MS
+    for _ in range(2):
+        rig.store.tick(rig.now_ms)
+        rig.write_down()
+    rig.store.tick(rig.now_ms)
+    rig.write_down()
+    assert rig.tier(Tier.NVME).sealed_slots == 8
+    rig.check()
+
+
 def test_a_disk_that_fails_all_writes_is_paused_and_tried_again_by_one() -> None:
     """A full disk was given every block, for ever, and each cost a slot for good."""
     rig = Rig(hbm=48, dram=96, nvme=96, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0, paths=1))

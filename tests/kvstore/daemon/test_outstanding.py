@@ -1,0 +1,77 @@
+"""What a path's mover has, and how much more it should be given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvstore.config import NvmeThrottle
+from kvstore.daemon.outstanding import Outstanding, longest_answer_s
+from kvstore.moves import MoveKind
+from kvstore.striping import PathLoad
+from kvstore.units import GIB, KIB, MIB
+from kvstore.wire.packed import MOVE
+
+
+def moves(kind: MoveKind, ids: range, length: int = MIB) -> NDArray[np.void]:
+    made = np.zeros(len(ids), dtype=MOVE)
+    made["id"], made["kind"], made["length"] = ids, kind, length
+    return made
+
+
+def ids_of(*numbers: int) -> NDArray[np.uint64]:
+    return np.array(numbers, dtype=np.uint64)
+
+
+def test_answers_are_told_apart_and_counted_once() -> None:
+    have = Outstanding()
+    have.sent(moves(MoveKind.READ, range(1, 4)), 1.0)
+    have.sent(moves(MoveKind.WRITE, range(10, 13)), 1.0)
+    assert have.ended(ids_of(11, 2, 99), 1.5).tolist() == [True, False, False]
+    assert (len(have), have.load.outstanding_bytes) == (4, 4 * MIB)
+    assert have.ended(ids_of(11, 2), 1.6).tolist() == [False, False], "they are answered already"
+    assert have.ended(ids_of(1, 3, 10, 12), 1.7).tolist() == [False, False, True, True]
+    assert (len(have), have.load.outstanding_bytes) == (0, 0)
+    assert have.ended(ids_of(1), 1.8).tolist() == [False]
+
+
+def test_writes_leave_places_to_reads() -> None:
+    """Writes to a slow disk took every place that its mover has, and a read waited for one of them to end."""
+    have = Outstanding()
+    have.sent(moves(MoveKind.WRITE, range(1, 2), 4 * KIB), 0.0)
+    sent = 1
+    while room := have.write_room:
+        have.sent(moves(MoveKind.WRITE, range(sent + 1, sent + 1 + room), 4 * KIB), 0.0)
+        sent += room
+    assert sent == 768, "of 1,024"
+
+
+def test_a_slow_disk_is_given_half_a_second_of_its_work() -> None:
+    load = PathLoad()
+    assert load.ahead_bytes == GIB // 2, "before anything is known"
+    load.began(100 * MIB, 0.0)
+    for tenth in range(1, 11):
+        load.ended(10 * MIB, tenth / 10)
+    assert load.rate == pytest.approx(100 * MIB)
+    assert load.ahead_bytes == pytest.approx(50 * MIB)
+    load.began(MIB, 50.0)  # idle time is no time of the disk's
+    load.ended(MIB, 50.01)
+    assert load.rate == pytest.approx(100 * MIB)
+
+
+def test_who_does_not_answer_is_more_loaded_every_second() -> None:
+    load = PathLoad()
+    load.began(MIB, 10.0)
+    assert load.wait_s(10.0) < 0.1
+    assert load.wait_s(14.0) == 4.0
+    load.lost()
+    assert load.wait_s(15.0) == 0.0
+
+
+def test_a_disk_that_is_held_back_is_not_taken_for_one_that_hangs() -> None:
+    """With a throttle of 1 MiB/s a block of 4 MiB takes four seconds, after three of which the disk was given up."""
+    assert longest_answer_s(None) == 0.0
+    assert longest_answer_s(NvmeThrottle(write_bytes_per_s=MIB)) == 16.0
+    assert longest_answer_s(NvmeThrottle(read_bytes_per_s=GIB)) < 0.1
+    assert longest_answer_s(NvmeThrottle(read_operations_per_s=1)) == 2.0
