@@ -26,7 +26,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz test-compat check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ test: $(READY)  ## The default tests
 
 test-kill: $(READY)  ## Kills worker, daemon, mover and keeper under load
 	$(PYTEST) -m kill -v -s tests/kill
+
+simulate: $(READY)  ## Deaths and power cuts of a simulated machine: a fixed set and fresh seeds, for two minutes
+	$(BIN)/python -m tests.simulation.run --seconds 120
+
+soak: $(READY)  ## The same until told: make soak SECONDS=3600, or make soak CRASHES=100000
+	$(BIN)/python -m tests.simulation.run $(if $(CRASHES),--crashes $(CRASHES),--seconds $(or $(SECONDS),3600))
 
 fuzz: $(READY)  ## Calls, streams, sockets and files with anything in them, for about SECONDS (600)
 	KVSTORE_FUZZ_SECONDS=$(or $(SECONDS),600) $(PYTEST) -v -o timeout=0 tests/fuzz

@@ -113,6 +113,10 @@ class IndexTwin:
         """See DurableIndex."""
         return _as_records(self._file.records)
 
+    def resize(self, map_bytes: int) -> None:
+        """See DurableIndex."""
+        self._map_bytes = map_bytes
+
     def flush(self) -> None:
         """See DurableIndex."""
         self._before("index.flush")

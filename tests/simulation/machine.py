@@ -12,6 +12,9 @@ import asyncio
 import functools
 import os
 import random
+import re
+import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,11 +111,33 @@ class Shape:
         return self.slab_room + index_bytes(self.map_bytes) + SMALL_FILES_BYTES
 
 
-class _Never(dict[str, float]):
-    """When a notice was given last: just now, so that none is given. Their rate is by the real clock."""
+class _Clock:
+    """In the place of the module `time` wherever the daemon and the mover read it: the machine's time, and some of it
+    passes with each reading."""
 
-    def get(self, key: str, default: float = 0.0) -> float:  # type: ignore[override]
-        return float("inf")
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def monotonic(self) -> float:
+        self._machine.now_s += 5e-5
+        return self._machine.now_s
+
+    def time_ns(self) -> int:
+        return self._machine.now_ms() * 1_000_000
+
+
+_CLOCKED = tuple(
+    sys.modules[name]
+    for name in (
+        "kvstore.daemon.load_path",
+        "kvstore.daemon.mover_path",
+        "kvstore.daemon.movers",
+        "kvstore.daemon.owner",
+        "kvstore.mover",
+        "kvstore.mover_link",
+        "tiers.nvme.io",
+    )
+)
 
 
 class _Shared:
@@ -137,6 +162,10 @@ class _Shared:
         self._mapped.clear()
 
 
+_A_FAULT = re.compile(r": \w+(Error|Exception): ")
+"""In a notice: an exception that nobody expected, caught where a thread begins."""
+
+
 class SimMover(Mover):
     """The process of a path: the real one, with its socket two queues and its threads moments in `choices`."""
 
@@ -144,7 +173,8 @@ class SimMover(Mover):
         self.machine = machine
         self.inbox: deque[wire.Message] = deque()
         self.outbox: deque[wire.Message] = deque()
-        self.running: list[Callable[[], None]] = []
+        self.running: list[tuple[float, Callable[[], None]]] = []
+        """What its threads are at, and when the disk lets it end."""
         self.opening: wire.Slab | wire.Drop | None = None
         self.eof = False
         self.exited = False
@@ -156,9 +186,10 @@ class SimMover(Mover):
         os.close(self._wake)
         self._dram = self._nvme._memory = _Shared(machine.dram)  # type: ignore[assignment]
         self._nvme._clock_ms = machine.now_ms
-        self._nvme._noticed = _Never()
 
     def _send(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Notice) and _A_FAULT.search(message.text):
+            self.machine.faults.append(message.text)
         self.outbox.append(message)
 
     def choices(self) -> list[Callable[[], None]]:
@@ -180,7 +211,11 @@ class SimMover(Mover):
             if self._held and not self.running:
                 found.append(self._send_held)
         if self.machine.now_s >= self.machine.hung_until_s:
-            found += [functools.partial(self._finish, number) for number in range(len(self.running))]
+            found += [
+                functools.partial(self._finish, number)
+                for number, (ends_s, _) in enumerate(self.running)
+                if ends_s <= self.machine.now_s
+            ]
             if self.opening is not None:
                 found.append(self._opened)
         return found
@@ -201,7 +236,7 @@ class SimMover(Mover):
         self.eof = self.exited = True
         disk = self.machine.disk
         quiet, disk.before = disk.before, lambda operation: None
-        for job in self.running:
+        for _, job in self.running:
             if self.machine.rng.random() < 0.5:
                 disk.torn_write = self.machine.rng.randrange(8)
                 job()
@@ -216,12 +251,12 @@ class SimMover(Mover):
         """A thread takes a job."""
         job = self._queue.get_now()
         if job is not None:
-            self.running.append(job)
+            self.running.append((self.machine.now_s + self.machine.latency_s(), job))
             if self.machine.rng.random() < self.machine.shape.hang:
                 self.machine.hung_until_s = self.machine.now_s + self.machine.rng.uniform(0, 20)
 
     def _finish(self, number: int) -> None:
-        self.running.pop(number)()
+        self.running.pop(number)[1]()
 
     def _open_one(self) -> None:
         """The thread of the slabs takes what it was asked for."""
@@ -468,6 +503,8 @@ class Machine:
         )
         self.trace: deque[str] = deque(maxlen=60)
         self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        """Faults of ours that a mover has said."""
         self._number = 1 << 26
         self._fuse: int | None = None
         self._death = Death.DAEMON
@@ -475,6 +512,8 @@ class Machine:
         self._buried: list[Life] = []
         """Lives that are over. Kept, as their coroutines would do things on their way out that no dead process does."""
         self.on_operation: Callable[[str], None] = lambda operation: None
+        for module in _CLOCKED:
+            module.time = _Clock(self)  # type: ignore[attr-defined, assignment]
         self.life = Life(self)
 
     def close(self) -> None:
@@ -489,6 +528,8 @@ class Machine:
         os.close(self.null_fd)
         for life in (*self._buried, self.life):
             life.loop.close_tasks()
+        for module in _CLOCKED:
+            module.time = time  # type: ignore[attr-defined]
         self._buried.clear()
 
     # ------------------------------------------------------------ what everything asks
@@ -503,6 +544,10 @@ class Machine:
     def note(self, text: str) -> None:
         """One line for whoever reads a failure."""
         self.trace.append(f"{self.now_s:9.4f} {text}")
+
+    def latency_s(self) -> float:
+        """What a call to the disk takes: mostly nothing to speak of, at times as long as everything around it."""
+        return self.rng.expovariate(200.0) if self.rng.random() < 0.2 else 0.0
 
     def readable(self, fd: int) -> bool:
         """Whether a descriptor of the daemon is readable: a link, or the pidfd of a mover that has ended."""
@@ -604,10 +649,13 @@ class Machine:
         self.life.loop.poll()
 
     def _pass_time(self) -> None:
-        """Up to the next timer."""
-        due = self.life.loop.next_timer_s()
-        if due is not None:
-            self.now_s = max(self.now_s, due) + 1e-6
+        """Up to the next timer, or the end of something that the disk is at."""
+        due = [ends_s for mover in self.movers for ends_s, _ in mover.running if ends_s > self.now_s]
+        timer_s = self.life.loop.next_timer_s()
+        if timer_s is not None:
+            due.append(timer_s)
+        if due:
+            self.now_s = max(self.now_s, min(due)) + 1e-6
         self.life.loop.fire()
 
     def _die(self) -> None:

@@ -47,7 +47,7 @@ _PLANS: dict[str, Plan] = {
     "daemon": Plan(
         shape=Shape(),
         deaths=((Death.DAEMON, 6.0), (Death.MOVER, 2.0), (Death.POWER, 1.0)),
-        points_between=150,
+        points_between=250,
     ),
     "watched": Plan(shape=Shape(), checks=1.0),
 }

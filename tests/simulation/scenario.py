@@ -39,7 +39,7 @@ class Plan:
         (Death.POWER, 3.0),
     )
     """Who dies, by weight."""
-    points_between: int = 250
+    points_between: int = 500
     """Points from one death to the next, about."""
     double_deaths: float = 0.3
     """Odds that somebody dies again while what died starts."""
@@ -208,9 +208,7 @@ class Scenario:
             keys = self._keys_of(clear)
             there = known(self.machine.life)
             self.gone |= keys - there - clear.sealed_since
-            self.excused |= keys & (there | clear.sealed_since)
-            for key in keys:
-                self.promised.pop(key, None)
+            self._excuse(keys & (there | clear.sealed_since))
             self.machine.note("clear is answered")
 
     def _promise(self, wanted: set[Key], durable: dict[Key, Place]) -> None:
@@ -243,7 +241,9 @@ class Scenario:
             path.make_durable = watched  # type: ignore[method-assign, assignment]
 
     def _look_at_tasks(self) -> None:
-        """A task of the daemon that ended by a fault of ours."""
+        """A task of the daemon that ended by a fault of ours, or a mover that has met one."""
+        if self.machine.faults:
+            raise Wrong(f"a mover failed: {self.machine.faults}")
         for task in self.machine.life.work:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise Wrong(f"the daemon failed: {task.exception()!r}") from task.exception()
@@ -261,7 +261,7 @@ class Scenario:
             return
         self._owed = self._owed_now()
         for clear in self._clears:  # never answered, and perhaps noted all the same
-            self.excused |= self._keys_of(clear)
+            self._excuse(self._keys_of(clear))
         self._flushes.clear()
         self._clears.clear()
         self._judge = death
@@ -275,6 +275,11 @@ class Scenario:
             for key, place in self.promised.items()
             if now.get(key) == place and key not in clearing
         }
+
+    def _excuse(self, keys: set[Key]) -> None:
+        self.excused |= keys
+        for key in keys:
+            self.promised.pop(key, None)
 
     def _keys_of(self, clear: _Clear) -> set[Key]:
         return set().union(*self._every_key) if clear.which is None else self._every_key[clear.which]

@@ -16,7 +16,7 @@ from kvstore.slots import SlotPool
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
 from tests.simulation.disk import SimDisk
-from tests.simulation.machine import Death, Shape, Wrong
+from tests.simulation.machine import Shape, Wrong
 from tests.simulation.run import Totals, plan_of, run_seed
 from tests.simulation.scenario import Plan, Scenario
 from tiers.nvme import carry
@@ -78,7 +78,9 @@ def replies_before_data(patch: pytest.MonkeyPatch) -> None:
         replies["id"], replies["status"] = piece["id"], MoveStatus.OK
         mover._queue.write_done()
         mover._send_replies(replies)
-        mover.running.append(lambda: [mover._storage.transfer(piece)].clear())  # type: ignore[attr-defined]
+        machine = mover.machine  # type: ignore[attr-defined]
+        later = machine.now_s + 0.05
+        mover.running.append((later, lambda: mover._storage.transfer(piece)))  # type: ignore[attr-defined]
 
     patch.setattr(Mover, "_write", write)
 
@@ -115,15 +117,6 @@ def movers_hold_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotPool, "hold", hold)
 
 
-def old_movers_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """What the mover of a daemon before still touches is given away."""
-
-    async def ended(movers: object, number: int) -> None:
-        movers._old.pop(f"mover-{number}", None)  # type: ignore[attr-defined]
-
-    patch.setattr(movers_module.Movers, "_old_mover_ended", ended)
-
-
 _BROKEN: tuple[tuple[Break, Plan], ...] = (
     (syncs_do_nothing, Plan(shape=Shape())),
     (failed_syncs_count, Plan(shape=Shape(sync_error=0.3))),
@@ -132,14 +125,6 @@ _BROKEN: tuple[tuple[Break, Plan], ...] = (
     (no_identity, Plan(shape=Shape())),
     (clears_are_not_noted, Plan(shape=Shape(), clears=0.01)),
     (movers_hold_nothing, Plan(shape=Shape(dram_extents=1, dram_slots=12, hang=0.05), clients=0.3)),
-    (
-        old_movers_are_not_waited_for,
-        Plan(
-            shape=Shape(dram_extents=2, dram_slots=8, hang=0.1),
-            deaths=((Death.DAEMON, 1.0),),
-            points_between=100,
-        ),
-    ),
 )
 
 

@@ -386,3 +386,23 @@ def test_a_trailer_of_another_version_is_none() -> None:
     page[8] += 1
     assert read_trailer(page) is None
     assert read_trailer(memoryview(bytes(4096))) is None
+
+
+def test_a_sync_covers_what_an_earlier_mover_wrote(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush was answered after a new mover's sync, which did nothing for slabs that a killed one had written to."""
+    first = NvmeTier(tmp_path, harness.memory)
+    first.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    first.transfer(harness.moves_for([0]))
+    first.close()
+    synced: list[str] = []
+
+    def counted(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    monkeypatch.setattr(SystemDisk, "fdatasync", staticmethod(counted))
+    second = NvmeTier(tmp_path, harness.memory)
+    second.sync()
+    second.sync()
+    assert synced == [the_slab(tmp_path).name]
