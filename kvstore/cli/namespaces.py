@@ -33,26 +33,43 @@ def namespaces(
     if as_json:
         print(json.dumps({"namespaces": [_as_dict(info) for info in found]}))
         return
+    Console().print(_render(found))
+
+
+def _render(found: Sequence[pb.NamespaceInfo]) -> Table:
+    """A table that fits 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("namespace", "model", "dtype", "other parts", "blocks", "HBM", "DRAM", "NVMe"):
-        table.add_column(header, justify="left" if header[0].islower() and header != "blocks" else "right")
+    for header in ("namespace", "model", "what else"):
+        table.add_column(header, overflow="fold")
+    for header in ("blocks", "HBM", "DRAM", "NVMe"):
+        table.add_column(header, justify="right", no_wrap=True)
     for info in sorted(found, key=lambda info: -info.blocks):
         parts = _parts(info)
+        words = [f"{tag} {value}" for tag, value in parts.items() if tag in _SHOWN_PARTS]
+        words += ["key of another machine"] if info.adopted else []
         table.add_row(
             info.digest.hex()[:_SHOWN_DIGITS],
-            parts.pop("model", "not known"),
-            parts.pop("dtype", ""),
-            ", ".join(f"{tag} {value}" for tag, value in parts.items() if tag in _SHOWN_PARTS)
-            + (" (key of another machine)" if info.adopted else ""),
+            parts.get("model", "not known"),
+            ", ".join(words),
             *(
                 format_count(count)
                 for count in (info.blocks, info.hbm_blocks, info.dram_blocks, info.nvme_blocks)
             ),
         )
-    Console().print(table)
+    return table
 
 
-_SHOWN_PARTS = ("adapter", "block_tokens", "codec", "epoch", "quantization", "salt", "sharding", "tenant")
+_SHOWN_PARTS = (
+    "dtype",
+    "adapter",
+    "block_tokens",
+    "codec",
+    "epoch",
+    "quantization",
+    "salt",
+    "sharding",
+    "tenant",
+)
 
 
 def ask(socket: str | None) -> Sequence[pb.NamespaceInfo]:

@@ -9,6 +9,7 @@ ends the daemon: the keeper starts a sound one from the same memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -347,6 +348,8 @@ class Daemon:
         for task in tuple(self._tasks):
             task.cancel()
         await self._movers.close(_CLOSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._transfers.save_what_is_new(), _CLOSE_S)
         self._recorder.note(Event.STOPPED, count=left)
         _LOG.info("stopped")
 

@@ -24,7 +24,9 @@ from tiers.nvme.slab import SlabFile
 __all__ = ["load_path"]
 
 _LOG = Log("loading")
-_TURN_S = 0.000_3  # of the loop at a time, and as much again where a piece is larger: half of what an acquire takes
+_TURN_S = (
+    0.000_3  # of the loop at a time, and as much again where a piece is larger: half of what an acquire takes
+)
 
 
 async def load_path(

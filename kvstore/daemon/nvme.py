@@ -215,7 +215,9 @@ def _emptied(directory: NvmeDirectory, slabs: Sequence[SlabFile]) -> list[SlabFi
 def _find(folder: Path, slabs: Sequence[SlabFile], wanted: SlabPlan, config: ServeConfig) -> Found:
     """What the slabs hold. Raises ConfigError for what a strict recovery refuses."""
     strict = config.recovery is Recovery.STRICT
-    scan = not (strict and slabs)  # where there is no slab, there is nothing that an index could be missing for
+    scan = not (
+        strict and slabs
+    )  # where there is no slab, there is nothing that an index could be missing for
     found = recover(folder, map_bytes=wanted.map_bytes, timeout_s=_RECOVER_TIMEOUT_S, scan=scan)
     blocks = found.blocks
     if strict and blocks.strays:

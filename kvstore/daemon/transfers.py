@@ -94,11 +94,15 @@ class Transfers:
         """Brings what engines open to the files, a moment later."""
         while True:
             await asyncio.sleep(_SAVE_INTERVAL_S)
-            if self._namespaces.unsaved:
-                try:
-                    await self._save()
-                except OSError:  # its path is out of service, which is said elsewhere
-                    self._namespaces.unsaved = True
+            await self.save_what_is_new()
+
+    async def save_what_is_new(self) -> None:
+        """What the files lack is written, if it can be."""
+        if self._namespaces.unsaved:
+            try:
+                await self._save()
+            except OSError:  # its path is out of service, which is said elsewhere
+                self._namespaces.unsaved = True
 
     async def _save(self) -> None:
         folders = [path.path for path in self._owner.config.nvme]

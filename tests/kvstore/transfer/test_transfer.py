@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.admin import call_admin
-from kvstore.cli.namespaces import ask, choose
+from kvstore.cli.namespaces import _as_dict, _render, ask, choose
 from kvstore.client import connect
 from kvstore.errors import Corruption, FailedPrecondition, InvalidArgument, NotFound
 from kvstore.transfer.archive import HEAD_BYTES
@@ -23,6 +24,7 @@ from kvstore.transfer.restore import Imported, check_file, import_file
 from kvstore.units import MIB
 from tests.kvstore.transfer.conftest import SLOT_BYTES, engine, many, parts
 from tests.support.daemon import Service, small_config, started, wait_for
+from tests.support.raw_client import RawClient
 
 RECORD_BYTES = HEAD_BYTES + SLOT_BYTES
 Progress = Callable[[int, int], None]
@@ -319,3 +321,46 @@ def test_a_file_larger_than_the_tier_does_not_put_out_its_own_beginning(place: P
         assert found.stored + found.no_room == 2000
         with engine(service, parts()) as two:
             assert two.served(two.hashes(many(1, 2000))) == found.stored
+
+
+def test_what_only_hbm_has_is_counted_and_left_out(place: Path) -> None:
+    here, _, file = folders(place)
+    with started(small_config(here)) as service:
+        one = RawClient(service.socket).begin()
+        both, _ = one.fill(range(40))
+        with pytest.raises(FailedPrecondition, match="HBM alone"):
+            exported(service, file)
+        one.write_through(both)
+        one.fill(range(100, 120))
+        done = exported(service, file)
+        assert (done.blocks, done.hbm_only, done.gone) == (10, 5, 0)
+        one.close()
+
+
+def test_a_namespace_that_nobody_has_opened_since_is_listed_and_not_exported(place: Path) -> None:
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service, engine(service, parts()) as one:
+        one.store(many(1, 5))
+        assert one.client.flush().pending_blocks == 0
+    (place / "nvme/namespaces").unlink()
+    with started(config) as service:
+        (info,) = ask(service.socket)
+        assert (info.blocks, list(info.parts)) == (5, [])
+        digits = info.digest.hex()[:8]
+        assert digits in " ".join(cell for column in _render([info]).columns for cell in column.cells)  # type: ignore[misc]
+        with pytest.raises(FailedPrecondition, match="attach its engine"):
+            exported(service, place / "x", model=digits)
+        with engine(service, parts()):
+            assert choose(ask(service.socket), digits, None).parts
+        assert exported(service, place / "x").blocks == 5
+
+
+def test_a_salt_is_shown_to_nobody_and_travels_with_its_blocks(place: Path) -> None:
+    with started(small_config(place)) as service, engine(service, parts(salt=b"hunter2")) as one:
+        one.store(many(1, 2))
+        (info,) = ask(service.socket)
+        assert "hunter2" not in json.dumps(_as_dict(info))
+        assert info.key.hex() not in json.dumps(_as_dict(info))
+        assert exported(service, place / "x").blocks == 2
+        header, _ = asyncio.run(check_file(place / "x", progress=quiet))
+        assert header.parts["salt"] == b"hunter2"
