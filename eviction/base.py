@@ -37,8 +37,8 @@ class Stop(IntEnum):
     """Why the answer to a prompt ended, as far as the engine said."""
 
     UNKNOWN = 0
-    END_TURN = 1
-    TOOL_USE = 2
+    TOOL_USE = 1
+    END_TURN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

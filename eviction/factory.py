@@ -11,8 +11,15 @@ __all__ = ["OURS", "names", "policy_factory"]
 
 _GROUP = "kvstore.eviction"
 OURS = {
+    "arc": "eviction.arc:ArcPolicy",
+    "auto": "eviction.auto:AutoPolicy",
     "fifo": "eviction.fifo:FifoPolicy",
+    "gdsf": "eviction.gdsf:GdsfPolicy",
+    "hazard": "eviction.hazard:HazardPolicy",
     "lru": "eviction.lru:LruPolicy",
+    "s3fifo": "eviction.s3fifo:S3FifoPolicy",
+    "sieve": "eviction.sieve:SievePolicy",
+    "wtinylfu": "eviction.wtinylfu:WTinyLfuPolicy",
 }
 """As in pyproject.toml: a checkout that was installed before a policy was added has it all the same."""
 

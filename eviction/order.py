@@ -57,6 +57,11 @@ class Order:
         self._count -= int(np.count_nonzero(self._place[rows] >= 0))
         self._place[rows] = _NOWHERE
 
+    def clear(self) -> None:
+        """Removes all. O(rows in it)."""
+        self.remove(self.rows())
+        self._start = self._end
+
     def take(self, count: int, may_go: MayGo | None = None) -> Rows:
         """Removes and returns the first `count` rows that may go, fewer where there are not so many."""
         found = self.first(count, may_go)

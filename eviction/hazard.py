@@ -1,0 +1,136 @@
+"""Reuse-hazard classes: the block that can be expected to give the fewest hits for its time in the cache goes first.
+
+What is known of a block when it was used says how soon it may be used again: how often it was used by now, how long
+ago the last time was, and why the answer ended. How much each says is learned online (`reuse_ages`), from blocks that
+are cached and from those that no longer are.
+
+Two models look at the same lives, one by the count of uses, one by the last gap and the stop reason; the hazard is
+the mean of their log odds. One table of all three would have too few lives in most of its classes; one
+model alone is the better one on one kind of load, and the mean is about as good as the better one on each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eviction.base import Rows, Stop, Use
+from eviction.names import Names
+from eviction.ranked import Entries, RankedPolicy
+from eviction.reuse_ages import BUCKETS, ReuseAges, age_buckets, age_cuts
+
+__all__ = ["HazardPolicy"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+_MOST_USES = 6  # and more
+_GAP_BUCKETS = 4  # age buckets in a class of gaps: two octaves
+_NO_GAP = BUCKETS // _GAP_BUCKETS  # used once
+_GAPS = _NO_GAP + 1
+_STOPS = len(Stop)
+_CLASSES = _MOST_USES * _GAPS * _STOPS
+_REMEMBERED = 8  # times the capacity: blocks that left stay known, and lives stay open
+_FEWEST_REMEMBERED = 1 << 16
+_REFRESH_LIVES = 4096
+_FEWEST_SEARCHED = 4096
+
+
+class HazardPolicy(RankedPolicy):
+    """Implements Policy."""
+
+    def __init__(self, *, rows: int, capacity_blocks: int, teacher: HazardPolicy | None = None) -> None:
+        """With a `teacher` it learns nothing itself and believes what that has learned: a shadow sees too little."""
+        super().__init__(rows=rows, capacity_blocks=capacity_blocks, classes=_CLASSES)
+        remembered = max(_REMEMBERED * capacity_blocks, _FEWEST_REMEMBERED)
+        self._names = Names(max(rows, remembered))
+        places = len(self._names)
+        self._life = np.full(places, -1, dtype=np.int64)  # [places] the open life of what is named there
+        self._uses = np.zeros(places, dtype=np.int64)  # [places] so far, at most _MOST_USES - 1
+        self._ages = ReuseAges((_MOST_USES, _GAPS * _STOPS), remembered)
+        self._refresh_at = 0
+        self._teacher = self if teacher is None else teacher
+
+    @property
+    def worth(self) -> F64:
+        """[class, age bucket] hits a second of a slot."""
+        return self._ages.worth
+
+    def _classify(self, use: Use) -> I64:
+        places, gaps = self._names.places(use.names), np.full(len(use.names), _NO_GAP)
+        known = self._names.hold(places, use.names)
+        if not known.all():
+            self._names.put(use.names[~known])
+            self._uses[places[~known]] = 0
+            places_known = places[known]
+            gaps[known] = self._gaps(self._life[places_known], use.now_s)
+        else:
+            gaps = self._gaps(self._life[places], use.now_s)
+        uses = self._uses[places]  # before this one
+        self._uses[places] = np.minimum(uses + 1, _MOST_USES - 1)
+        classes: I64 = (uses * _GAPS + gaps) * _STOPS + int(use.stop)
+        first = self._ages.begin(classes, use.now_s)
+        self._life[places] = np.arange(first, first + len(places))
+        if self._teacher is self and self._ages.lives >= self._refresh_at:
+            self._ages.refresh(use.now_s)
+            # Often at first, when every life teaches much.
+            self._refresh_at = self._ages.lives + min(_REFRESH_LIVES, 256 + self._ages.lives // 4)
+        return classes
+
+    def _gaps(self, lives: I64, now_s: float) -> I64:
+        """[n] classes of the ages at which lives end now."""
+        found: I64 = np.minimum(age_buckets(self._ages.end(lives, now_s)) // _GAP_BUCKETS, _NO_GAP)
+        return found
+
+    def _mark(self) -> float:
+        return self._now_s
+
+    def _young_ranks(self, classes: I64, uses: I64, marks: F64) -> F64:
+        buckets = age_buckets(self._now_s - marks)
+        found: F64 = self._teacher.worth[classes, buckets[uses]]
+        return found
+
+    def _lowest(self, count: int) -> tuple[Entries, F64]:
+        parts: list[Entries] = []
+        cuts: list[I64] = []
+        numbers: list[int] = []
+        for number, log in enumerate(self._logs):
+            if log is not None and len(log):
+                entries = log.entries()
+                parts.append(entries)
+                cuts.append(age_cuts(entries.marks, self._now_s))
+                numbers.append(number)
+        if not parts:
+            return self._of_segments([], np.empty((0, 2), dtype=np.int64), np.empty(0), count)
+        edges = np.array(cuts)  # [logs, BUCKETS + 1] of each bucket the first entry, from the oldest bucket's
+        low, high = edges[:, 1:], edges[:, :-1]
+        which, bucket = np.nonzero(low < high)
+        ranks = self._teacher.worth[np.array(numbers)[which], bucket]
+        order = np.argsort(ranks, kind="stable")
+        which, bucket = which[order], bucket[order]
+        bounds = np.stack((low[which, bucket], high[which, bucket]), axis=1)
+        return self._of_segments([parts[w] for w in which.tolist()], bounds, ranks[order], count)
+
+    def _of_segments(self, logs: list[Entries], bounds: I64, ranks: F64, count: int) -> tuple[Entries, F64]:
+        """The live entries of the first segments, until there are `count`."""
+        rows: list[Rows] = [np.empty(0, dtype=np.uint32)]
+        stamps: list[I64] = [np.empty(0, dtype=np.int64)]
+        of_rank: list[F64] = [np.empty(0)]
+        widths = bounds[:, 1] - bounds[:, 0]
+        reach, at, width = np.cumsum(widths), 0, max(2 * count, _FEWEST_SEARCHED)
+        while count > 0 and at < len(logs):
+            stop = int(np.searchsorted(reach, (reach[at - 1] if at else 0) + width)) + 1
+            pieces = list(zip(logs[at:stop], bounds[at:stop].tolist(), strict=True))
+            part = np.concatenate([entries.rows[low:high] for entries, (low, high) in pieces])
+            their = np.concatenate([entries.stamps[low:high] for entries, (low, high) in pieces])
+            live = np.flatnonzero(self._stamp[part] == their)
+            rows.append(part[live])
+            stamps.append(their[live])
+            of_rank.append(np.repeat(ranks[at:stop], widths[at:stop])[live])
+            count -= len(live)
+            at = stop
+        found = np.concatenate(of_rank)
+        return Entries(rows=np.concatenate(rows), stamps=np.concatenate(stamps), marks=found), found
+
+    def _left(self, ranks: F64) -> None:
+        """Nothing: what left keeps its name and its life."""

@@ -1,0 +1,290 @@
+"""Policies that give each block a rank that moves with time: of a class and a mark, the least rank goes first.
+
+Blocks of one class lie in a log, in the order of their last use. A plan of the next victims is made of the logs in a
+batch and used up; what was used after the plan was made is compared with it at each call, so a young block that is
+worth less than an old one goes at once. No call looks at all blocks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eviction.base import MayGo, Rows, Use
+from eviction.waiting import CachePolicy
+
+__all__ = ["ClassLog", "Entries", "RankedPolicy"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+_FEWEST_YOUNG = 1024
+_MOST_YOUNG = 1 << 14
+_YOUNG_SHARE = 16  # of the cached blocks
+_ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
+_FIRST_LOG = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Blocks with what they are ranked by, [n] each."""
+
+    rows: Rows
+    stamps: I64  # serial number of the use
+    marks: F64  # of the use: a time, or whatever a policy ranks by; ascends with the stamps
+
+
+class ClassLog:
+    """Entries of one class in the order of their use. Entries of blocks used since, or gone, are dead."""
+
+    __slots__ = ("_count", "_marks", "_rows", "_stamps")
+
+    def __init__(self) -> None:
+        self._rows = np.empty(_FIRST_LOG, dtype=np.uint32)
+        self._stamps = np.empty(_FIRST_LOG, dtype=np.int64)
+        self._marks = np.empty(_FIRST_LOG, dtype=np.float64)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, entries: Entries, alive: I64) -> None:
+        """Amortised O(n). `alive`: [rows] the stamp of each row that counts."""
+        n = len(entries.rows)
+        if self._count + n > len(self._rows):
+            self._pack(n, alive)
+        where = slice(self._count, self._count + n)
+        self._rows[where], self._stamps[where], self._marks[where] = (
+            entries.rows,
+            entries.stamps,
+            entries.marks,
+        )
+        self._count += n
+
+    def entries(self) -> Entries:
+        """All, dead ones too, as views."""
+        n = self._count
+        return Entries(rows=self._rows[:n], stamps=self._stamps[:n], marks=self._marks[:n])
+
+    def first(self, count: int, alive: I64) -> Entries:
+        """The oldest `count` live entries, or all. O(count and the dead before them)."""
+        rows, stamps = self._rows[: self._count], self._stamps[: self._count]
+        width = 2 * count
+        while True:
+            live = np.flatnonzero(alive[rows[:width]] == stamps[:width])[:count]
+            if len(live) >= count or width >= self._count:
+                return _picked(self.entries(), live)
+            width *= 4
+
+    def _pack(self, room: int, alive: I64) -> None:
+        kept = np.flatnonzero(alive[self._rows[: self._count]] == self._stamps[: self._count])
+        size = len(self._rows)
+        while size < 2 * (len(kept) + room):
+            size *= 2
+        for name in ("_rows", "_stamps", "_marks"):
+            old = getattr(self, name)
+            new = np.empty(size, dtype=old.dtype)
+            new[: len(kept)] = old[kept]
+            setattr(self, name, new)
+        self._count = len(kept)
+
+
+class RankedPolicy(CachePolicy):
+    """Implements Policy but for classes, marks and ranks."""
+
+    def __init__(self, *, rows: int, capacity_blocks: int, classes: int) -> None:
+        super().__init__(rows=rows, capacity_blocks=capacity_blocks)
+        self._stamp = np.full(rows, -1, dtype=np.int64)  # of the last use; not cached: -1
+        self._next_stamp = 0
+        self._logs: list[ClassLog | None] = [None] * classes
+        self._young_rows = np.empty(_MOST_YOUNG, dtype=np.uint32)
+        self._young_classes = np.empty(_MOST_YOUNG, dtype=np.intp)
+        self._young_uses = np.empty(_MOST_YOUNG, dtype=np.intp)  # place of the use in _marks
+        self._young_stamps = np.empty(_MOST_YOUNG, dtype=np.int64)
+        self._marks = np.empty(_MOST_YOUNG, dtype=np.float64)  # of the uses that young blocks are of
+        self._marks_count = 0
+        self._young_count = 0
+        self._plan = _NO_PLAN
+
+    def in_order(self) -> Rows:
+        """All cached rows by their last use, the oldest first. O(rows)."""
+        rows = np.flatnonzero(self._cached)
+        found: Rows = rows[np.argsort(self._stamp[rows])].astype(np.uint32)
+        return found
+
+    # -- what a policy adds
+
+    @abstractmethod
+    def _classify(self, use: Use) -> I64:
+        """[n] the class of each block of the use from now on. Called once a use, before it is entered."""
+
+    @abstractmethod
+    def _mark(self) -> float:
+        """Of a use now; never descends."""
+
+    @abstractmethod
+    def _young_ranks(self, classes: I64, uses: I64, marks: F64) -> F64:
+        """[n] ranks of blocks of these classes; the mark of each is that of its use."""
+
+    @abstractmethod
+    def _lowest(self, count: int) -> tuple[Entries, F64]:
+        """About `count` or more live entries of the logs, those of the least rank, ascending; their ranks."""
+
+    @abstractmethod
+    def _left(self, ranks: F64) -> None:
+        """Blocks of these ranks are evicted; at least one."""
+
+    # -- CachePolicy
+
+    def _used(self, use: Use) -> None:
+        classes, rows, n = self._classify(use)[::-1], use.rows[::-1], len(use.rows)
+        if self._young_count + n > len(self._young_rows):
+            self._put_away(n)
+        first, stop = self._young_count, self._young_count + n
+        self._young_rows[first:stop] = rows
+        self._young_classes[first:stop] = classes
+        self._young_uses[first:stop] = self._marks_count
+        self._marks[self._marks_count] = self._mark()
+        self._marks_count += 1
+        self._young_count = stop
+        stamps = np.arange(self._next_stamp, self._next_stamp + n)
+        self._young_stamps[first:stop] = stamps
+        self._stamp[rows] = stamps
+        self._next_stamp += n
+
+    def _choose(self, count: int, may_go: MayGo | None) -> Rows:
+        count = min(count, self._count)
+        if count <= 0:
+            return np.empty(0, dtype=np.uint32)
+        bound = min(max(self._count // _YOUNG_SHARE, _FEWEST_YOUNG), _MOST_YOUNG // 2)
+        if self._young_count > (bound if self._count > _ALL_YOUNG else 3 * _ALL_YOUNG):
+            self._put_away(0)
+        plan, plan_ranks = self._planned(count, bound, may_go)
+        rows, stamps, ranks = self._young(may_go)
+        if len(plan_ranks):
+            rows = np.concatenate((plan.rows, rows))
+            stamps = np.concatenate((plan.stamps, stamps))
+            ranks = np.concatenate((plan_ranks, ranks))
+        if len(rows) > count:
+            near = np.flatnonzero(ranks <= np.partition(ranks, count - 1)[count - 1])
+            rows, ranks, stamps = rows[near], ranks[near], stamps[near]
+        order = np.lexsort((stamps, ranks))[:count]
+        found: Rows = rows[order]
+        if len(found):
+            self._left(ranks[order])
+        self._stamp[found] = -1
+        return found
+
+    def _forget(self, rows: Rows) -> None:
+        self._stamp[rows] = -1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where cache, young and logs differ. O(rows)."""
+        super().check_integrity()
+        assert ((self._stamp >= 0) == self._cached).all()
+        in_logs = [log.entries() for log in self._logs if log is not None]
+        rows = np.concatenate([self._young_rows[: self._young_count], *(e.rows for e in in_logs)])
+        stamps = np.concatenate([self._young_stamps[: self._young_count], *(e.stamps for e in in_logs)])
+        assert np.count_nonzero(self._stamp[rows] == stamps) == self._count
+
+    # -- parts
+
+    def _young(self, may_go: MayGo | None) -> tuple[Rows, I64, F64]:
+        """Rows, stamps and ranks of what was used since the plan and counts."""
+        n = self._young_count
+        good = np.flatnonzero(self._stamp[self._young_rows[:n]] == self._young_stamps[:n])
+        rows = self._young_rows[good]
+        if may_go is not None and len(rows):
+            allowed = may_go(rows)
+            good, rows = good[allowed], rows[allowed]
+        ranks = self._young_ranks(
+            self._young_classes[good], self._young_uses[good], self._marks[: self._marks_count]
+        )
+        return rows, self._young_stamps[good], ranks
+
+    def _planned(self, count: int, bound: int, may_go: MayGo | None) -> tuple[Entries, F64]:
+        """At least `count` of what is planned, counts and may go, or all there is in the logs."""
+        found = self._still_good(self._plan, may_go, count)
+        if len(found[1]) >= count:
+            return found
+        size = count + bound
+        while True:
+            self._plan = self._lowest(size)
+            found = self._still_good(self._plan, may_go, count)
+            if len(found[1]) >= count or size >= self._count:
+                return found
+            size *= 4
+
+    def _still_good(self, plan: tuple[Entries, F64], may_go: MayGo | None, count: int) -> tuple[Entries, F64]:
+        entries, ranks = plan
+        good = np.flatnonzero(self._stamp[entries.rows] == entries.stamps)
+        if len(good) < len(ranks) // 2:
+            self._plan = _picked(entries, good), ranks[good]
+        if may_go is not None and len(good):
+            good = good[may_go(entries.rows[good])]
+        good = good[:count]
+        return _picked(entries, good), ranks[good]
+
+    def _put_away(self, room: int) -> None:
+        """What is young and counts goes to the logs, but in a small cache, where all stay young: nothing is planned
+        there, and no rank is old. Room is made for a use of so many more."""
+        n = self._young_count
+        good = np.flatnonzero(self._stamp[self._young_rows[:n]] == self._young_stamps[:n])
+        rows, stamps = self._young_rows[good], self._young_stamps[good]
+        classes, uses = self._young_classes[good], self._young_uses[good]
+        marks = self._marks[uses]
+        if len(good) + room > len(self._young_rows):
+            self._young_rows = np.empty(len(good) + room, dtype=np.uint32)
+            self._young_classes = np.empty(len(good) + room, dtype=np.intp)
+            self._young_uses = np.empty(len(good) + room, dtype=np.intp)
+            self._young_stamps = np.empty(len(good) + room, dtype=np.int64)
+            self._marks = np.concatenate((self._marks, np.empty(len(good) + room)))
+        if len(good) <= _ALL_YOUNG and self._count <= _ALL_YOUNG:
+            kept, where = np.unique(uses, return_inverse=True)
+            self._young_count, self._marks_count = len(good), len(kept)
+            self._marks[: len(kept)] = self._marks[kept]
+            for column, values in (
+                (self._young_rows, rows),
+                (self._young_stamps, stamps),
+                (self._young_classes, classes),
+                (self._young_uses, where),
+            ):
+                column[: len(good)] = values
+            return
+        self._settle(classes, Entries(rows=rows, stamps=stamps, marks=marks))
+        self._young_count = self._marks_count = 0
+        self._plan = _NO_PLAN
+
+    def _settle(self, classes: I64, entries: Entries) -> None:
+        """To the logs of their classes."""
+        order = np.argsort(classes, kind="stable")
+        classes, entries = classes[order], _picked(entries, order)
+        cuts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
+        for low, high in pairwise(cuts):
+            if low < high:
+                part = _picked(entries, slice(low, high))
+                self._log(int(classes[low])).append(part, self._stamp)
+
+    def _log(self, number: int) -> ClassLog:
+        log = self._logs[number]
+        if log is None:
+            log = self._logs[number] = ClassLog()
+        return log
+
+
+def _picked(entries: Entries, places: I64 | slice) -> Entries:
+    return Entries(rows=entries.rows[places], stamps=entries.stamps[places], marks=entries.marks[places])
+
+
+_NO_PLAN = (
+    Entries(
+        rows=np.empty(0, dtype=np.uint32),
+        stamps=np.empty(0, dtype=np.int64),
+        marks=np.empty(0, dtype=np.float64),
+    ),
+    np.empty(0, dtype=np.float64),
+)

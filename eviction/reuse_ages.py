@@ -1,0 +1,211 @@
+"""How soon blocks of each class are used again: hazards by age, learned online, and what a block is worth by them.
+
+A *life* runs from one use of a block to its next, whether or not the block was cached meanwhile: eviction censors
+nothing. For each class and age bucket two counts are kept of the lives that reached the bucket: those that ended in it,
+and those that outlived it. A life is counted in a bucket when it could have outlived it, not before: otherwise the
+young ends of lives that began lately would be counted, and their survivors not yet.
+
+The worth of a block of age a is the best that it can still do in the cache (the index of Gittins, "Bandit processes and
+dynamic allocation indices", 1979; for caches of unequal reuse: Beckmann, Chen, Cidon, "LHD", NSDI 2018):
+
+    max over t of  P(used again before a + t | not before a) / E[time until used again or a + t]
+
+hits per second of a slot, were it let go at the best moment. Evicting the least worth first is what a fixed population
+of known hazards asks for; a class that is used again late, but surely, does not lose to one that is young.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BUCKETS", "ReuseAges", "age_buckets", "age_cuts"]
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+_FIRST_AGE_S = 1.0
+_BUCKETS_AN_OCTAVE = 2
+BUCKETS = 40
+"""The last begins after 2^19 s, six days: what is not used by then is never used."""
+_EDGES_S: F64 = np.concatenate(([0.0], _FIRST_AGE_S * 2.0 ** (np.arange(BUCKETS) / _BUCKETS_AN_OCTAVE)))
+_WIDTHS_S: F64 = np.diff(_EDGES_S)
+_ALIVE = np.inf
+_SHRINK_LIVES = 20.0
+"""A class with fewer lives than this in a bucket is mostly believed to be like all others."""
+_LEAST_HAZARD = 1e-6
+_HALF_LIFE_LIVES = 1 << 18
+"""Lives after which old counts weigh half: a change of load is learned within a few hundred thousand blocks."""
+_FIRST_LOG = 1 << 12
+
+
+def age_buckets(ages_s: F64) -> I64:
+    """[n] the bucket of each age."""
+    found: I64 = np.searchsorted(_EDGES_S[1:BUCKETS], ages_s, side="right")
+    return found
+
+
+def age_cuts(began_s: F64, now_s: float) -> I64:
+    """[BUCKETS + 1] of ascending times, how many are at least as old as each bucket's begin; none is older than all."""
+    cuts: I64 = np.searchsorted(began_s, now_s - _EDGES_S, side="right")
+    cuts[0], cuts[BUCKETS] = len(began_s), 0
+    return cuts
+
+
+class ReuseAges:
+    """Counts of all classes, and their worth by age.
+
+    A class is one value of each of two factors, `classes` many: first * classes[1] + second.
+    """
+
+    __slots__ = (
+        "_base",
+        "_began",
+        "_class",
+        "_count",
+        "_ended",
+        "_ended_in",
+        "_factors",
+        "_lives_at_refresh",
+        "_max_lives",
+        "_outlived",
+        "_reached",
+        "_seen",
+        "worth",
+    )
+
+    def __init__(self, classes: tuple[int, int], max_lives: int) -> None:
+        self._factors = classes
+        self._max_lives = max_lives
+        self._began = np.empty(_FIRST_LOG, dtype=np.float64)
+        self._ended = np.empty(_FIRST_LOG, dtype=np.float64)
+        self._class = np.empty(_FIRST_LOG, dtype=np.uint16)
+        self._base = 0  # serial number of the first life in the log
+        self._count = 0  # lives in the log
+        self._lives_at_refresh = 0
+        self._seen = np.zeros(classes[0] * classes[1], dtype=np.bool_)  # classes that lives were begun of
+        self._reached = np.zeros(
+            BUCKETS, dtype=np.int64
+        )  # serial number of the first life not counted in a bucket
+        self._ended_in = np.zeros((classes[0] * classes[1], BUCKETS))
+        self._outlived = np.zeros((classes[0] * classes[1], BUCKETS))
+        self.worth = np.full(
+            (classes[0] * classes[1], BUCKETS), 1.0
+        )  # [class, bucket] hits a second of a slot
+
+    @property
+    def lives(self) -> int:
+        """Begun so far; the serial number of the next."""
+        return self._base + self._count
+
+    def begin(self, classes: I64, now_s: float) -> int:
+        """So many lives begin; returns the serial number of the first."""
+        n = len(classes)
+        if self._count + n > len(self._began):
+            self._pack(n)
+        first, stop = self._count, self._count + n
+        self._began[first:stop] = now_s
+        self._ended[first:stop] = _ALIVE
+        self._class[first:stop] = classes
+        self._seen[classes] = True
+        self._count = stop
+        return self._base + first
+
+    def end(self, lives: I64, now_s: float) -> F64:
+        """[n] ages of lives that end now; of those forgotten, infinite."""
+        at = lives - self._base
+        known = at >= 0
+        if known.all():
+            self._ended[at] = now_s
+            return now_s - self._began[at]
+        ages = np.full(len(lives), _ALIVE)
+        self._ended[at[known]] = now_s
+        ages[known] = now_s - self._began[at[known]]
+        return ages
+
+    def refresh(self, now_s: float) -> None:
+        """Counts what could be counted since the last time, and makes the worth anew. O(new lives + classes)."""
+        fade = 0.5 ** ((self.lives - self._lives_at_refresh) / _HALF_LIFE_LIVES)
+        self._lives_at_refresh = self.lives
+        self._ended_in *= fade
+        self._outlived *= fade
+        began = self._began[: self._count]
+        for bucket in range(BUCKETS - 1):
+            low = max(int(self._reached[bucket]) - self._base, 0)
+            if low == self._count or began[low] > now_s - _EDGES_S[bucket + 1]:
+                continue
+            high = low + int(np.searchsorted(began[low:], now_s - _EDGES_S[bucket + 1], side="right"))
+            self._count_lives(bucket, low, high)
+            self._reached[bucket] = self._base + high
+        seen = np.flatnonzero(self._seen)
+        hazards, of_all = self._hazards()
+        worth = _worth(np.concatenate((of_all[None, :], hazards[seen])))
+        self.worth[:] = worth[0]  # classes that no life was of are worth what all are
+        self.worth[seen] = worth[1:]
+
+    def _count_lives(self, bucket: int, low: int, high: int) -> None:
+        ages = self._ended[low:high] - self._began[low:high]
+        classes, n = self._class[low:high], len(self._ended_in)
+        outlived = ages >= _EDGES_S[bucket + 1]
+        self._outlived[:, bucket] += np.bincount(classes[outlived], minlength=n)
+        ended = ~outlived & (ages >= _EDGES_S[bucket])
+        self._ended_in[:, bucket] += np.bincount(classes[ended], minlength=n)
+
+    def _hazards(self) -> tuple[F64, F64]:
+        """[class, bucket] P(a life ends in the bucket | it reached it): the mean of the two factors' log odds.
+
+        And [bucket] the same of all lives.
+        """
+        ended = self._ended_in.reshape(*self._factors, BUCKETS)
+        outlived = self._outlived.reshape(*self._factors, BUCKETS)
+        of_all, reached = ended.sum(axis=(0, 1)), outlived.sum(axis=(0, 1))
+        prior = of_all / np.maximum(of_all + reached, 1e-9)
+        odds = [_log_odds(ended.sum(axis=axis), outlived.sum(axis=axis), prior) for axis in (1, 0)]
+        mean = (odds[0][:, None, :] + odds[1][None, :, :]) / 2.0
+        hazards: F64 = (1.0 / (1.0 + np.exp(-mean))).reshape(-1, BUCKETS)
+        hazards[:, prior == 0.0] = 0.0
+        hazards[:, -1] = prior[-1] = 0.0
+        return hazards, prior
+
+    def _pack(self, room: int) -> None:
+        """Forgets the oldest lives beyond the bound; at least `room` are free after it."""
+        kept = min(self._count, self._max_lives)
+        gone = self._count - kept
+        size = len(self._began)
+        while size < kept + max(room, kept // 2):
+            size *= 2
+        for name in ("_began", "_ended", "_class"):
+            old = getattr(self, name)
+            new = np.empty(size, dtype=old.dtype)
+            new[:kept] = old[gone : self._count]
+            setattr(self, name, new)
+        self._base += gone
+        self._count = kept
+
+
+def _log_odds(ended: F64, outlived: F64, prior: F64) -> F64:
+    """[class, bucket] of a hazard, believed to be `prior` where there are few lives."""
+    hazard = (ended + _SHRINK_LIVES * prior) / (ended + outlived + _SHRINK_LIVES)
+    hazard = np.clip(hazard, _LEAST_HAZARD, 1.0 - _LEAST_HAZARD)
+    found: F64 = np.log(hazard / (1.0 - hazard))
+    return found
+
+
+def _worth(hazards: F64) -> F64:
+    """[class, bucket] the index for blocks in the middle of each bucket."""
+    worth = np.zeros_like(hazards)
+    middle = 1.0 - np.sqrt(1.0 - hazards)  # half of a bucket lies behind them
+    alive = np.cumprod(1.0 - hazards, axis=1)
+    # Sums over whole buckets from each bucket on, as differences: hits and seconds up to the end of bucket k.
+    before = np.concatenate((np.ones((len(hazards), 1)), alive[:, :-1]), axis=1)
+    hits = np.cumsum(before * hazards, axis=1)
+    seconds = np.cumsum(before * _WIDTHS_S * (1.0 - hazards / 2.0), axis=1)
+    for bucket in range(hazards.shape[1] - 1):
+        reach = np.maximum(alive[:, bucket], 1e-12)
+        half = 1.0 - middle[:, bucket]  # alive at the end of this bucket
+        first_s = _WIDTHS_S[bucket] / 2.0 * (1.0 - middle[:, bucket] / 2.0)
+        more_hits = (hits[:, bucket:] - hits[:, bucket : bucket + 1]) * (half / reach)[:, None]
+        more_s = (seconds[:, bucket:] - seconds[:, bucket : bucket + 1]) * (half / reach)[:, None]
+        rates = (middle[:, bucket, None] + more_hits) / (first_s[:, None] + more_s)
+        worth[:, bucket] = rates[:, :-1].max(axis=1) if bucket < hazards.shape[1] - 1 else 0.0
+    return worth

@@ -1,0 +1,116 @@
+"""Small caches beside the real one, which see a fixed sample of its blocks: how often would another policy have hit?
+
+A block is in the sample by its name alone, in all shadows alike, and a shadow holds the sampled share of the capacity,
+so its hit rate estimates that of a whole cache (Waldspurger, Saemundsson, Ahmad, Park, "Cache modeling and optimization
+using miniature simulations", ATC 2017). It holds no block, only what its policy knows of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eviction.base import Policy, PolicyFactory, Use
+
+__all__ = ["Shadows"]
+
+(
+    _ADDED,
+    _FIRST_FACTOR,
+    _SECOND_FACTOR,
+) = (  # of splitmix64: names that are counted up are spread like any others
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
+_FIRST_SHIFT, _SECOND_SHIFT = np.uint64(30), np.uint64(27)
+_SHADOW_BLOCKS = 128  # at least so many hold the share of a few requests
+_MOST_HALVINGS = 8
+_ROWS_A_BLOCK = (
+    64  # blocks that share a shadow's row are taken for one: so that is rare, and alike in all shadows
+)
+_FEWEST_ROWS = 1 << 16
+_BATCH_SHARE = (
+    4  # of a shadow's blocks are used together: requests in a batch are one use, which costs some order
+)
+_HALF_LIFE_BLOCKS = 8192.0
+
+
+class Shadows:
+    """One small cache a candidate, and how often each hit lately."""
+
+    def __init__(self, candidates: dict[str, PolicyFactory], capacity_blocks: int) -> None:
+        halvings = max(capacity_blocks // _SHADOW_BLOCKS, 1).bit_length() - 1
+        halvings = min(halvings, _MOST_HALVINGS)
+        self._unsampled = np.uint64((1 << halvings) - 1)
+        self._shift = np.uint64(halvings)
+        self._blocks = max(capacity_blocks >> halvings, 1)
+        self._size = 1 << max(_ROWS_A_BLOCK * self._blocks, _FEWEST_ROWS).bit_length()
+        self._policies: dict[str, Policy] = {
+            name: made(rows=self._size, capacity_blocks=self._blocks) for name, made in candidates.items()
+        }
+        self._here: dict[str, NDArray[np.bool_]] = {
+            name: np.zeros(self._size, dtype=np.bool_) for name in candidates
+        }
+        self._rows: list[NDArray[np.uint32]] = []
+        self._depths: list[NDArray[np.uint32]] = []
+        self._batch = 0
+        self.seen = 0.0
+        """Sampled blocks, the older the less."""
+        self.hits = dict.fromkeys(candidates, 0.0)
+        pairs = [(one, other) for one in candidates for other in candidates if one != other]
+        self._squares = dict.fromkeys(pairs, 0.0)  # of the differences of hits, batch by batch
+
+    def use(self, use: Use) -> bool:
+        """Whether there is something new in `hits`."""
+        mixed = _mixed(use.names)
+        chosen = np.flatnonzero((mixed & self._unsampled) == 0)
+        if len(chosen):
+            self._rows.append(((mixed[chosen] >> self._shift) & np.uint64(self._size - 1)).astype(np.uint32))
+            self._depths.append(use.depths[chosen])
+            self._batch += len(chosen)
+        if self._batch * _BATCH_SHARE < self._blocks or not self._batch:
+            return False
+        self._flush(use)
+        return True
+
+    def lead(self, one: str, other: str) -> tuple[float, float]:
+        """How much more often `one` hit than `other`, as a share of the blocks, and in standard deviations of that."""
+        difference = self.hits[one] - self.hits[other]
+        return difference / max(self.seen, 1.0), difference / max(self._squares[one, other], 1.0) ** 0.5
+
+    def _flush(self, use: Use) -> None:
+        """What has come since the last time is used at once; the last of each block counts, any before it hits."""
+        rows, depths = (
+            np.concatenate(self._rows[::-1]),
+            np.concatenate(self._depths[::-1]),
+        )  # the last use first
+        n = len(rows)
+        last = np.sort(np.unique(rows, return_index=True)[1])
+        rows, depths = rows[last], depths[last]
+        fade = 0.5 ** (n / _HALF_LIFE_BLOCKS)
+        self.seen = self.seen * fade + n
+        names, hits = rows.astype(np.uint64), dict[str, float]()
+        for name, policy in self._policies.items():
+            here = self._here[name]
+            cached = here[rows]
+            hits[name] = float(np.count_nonzero(cached) + n - len(rows))
+            self.hits[name] = self.hits[name] * fade + hits[name]
+            policy.use(replace(use, rows=rows, fresh=~cached, names=names, depths=depths))
+            here[rows] = True
+            over = len(policy) - self._blocks
+            if over > 0:
+                here[policy.victims(over, use.now_s)] = False
+        for one, other in self._squares:
+            square = (hits[one] - hits[other]) ** 2
+            self._squares[one, other] = self._squares[one, other] * fade + square
+        self._rows, self._depths, self._batch = [], [], 0
+
+
+def _mixed(names: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed = names + _ADDED
+    mixed = (mixed ^ (mixed >> _FIRST_SHIFT)) * _FIRST_FACTOR
+    found: NDArray[np.uint64] = (mixed ^ (mixed >> _SECOND_SHIFT)) * _SECOND_FACTOR
+    return found ^ (found >> np.uint64(31))
