@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.simulate.optimum import belady_hit_rate, infinite_hit_rate
+from bench.simulate.optimum import belady_hit_rate, infinite_hit_rate, next_requests
 from bench.simulate.progress import Progress
 from bench.simulate.replay import replay
 from bench.simulate.stack import HitCurve, lru_curve, sampled_lru_curve
@@ -29,6 +29,7 @@ class Row:
     gap_closed: float | None
     """Of the gap from tail-first LRU to the optimum, what the policy closes; None where there is no gap."""
     seconds: float
+    """Of processor time, all of the replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,11 @@ def compare(
     exact = len(trace.blocks) <= _EXACT_ACCESSES
     curve = lru_curve(trace) if exact else sampled_lru_curve(trace, _EXACT_ACCESSES / len(trace.blocks))
     lru = [curve.hit_rate(blocks) for blocks in capacities]
+    following = next_requests(trace)
     belady = []
     for pct, blocks in zip(capacities_pct, capacities, strict=True):
         say(f"{trace.name}: the optimum at {pct:g} %")
-        belady.append(belady_hit_rate(trace, blocks))
+        belady.append(belady_hit_rate(trace, blocks, following))
     rows = []
     for name, factory in factories.items():
         for pct, blocks, least, most in zip(capacities_pct, capacities, lru, belady, strict=True):

@@ -40,9 +40,10 @@ def next_requests(trace: Trace) -> I32:
     return result
 
 
-def belady_hit_rate(trace: Trace, capacity_blocks: int) -> float:
-    """Hits in all prompt blocks of the offline optimum. O(n) and some."""
-    following = next_requests(trace)
+def belady_hit_rate(trace: Trace, capacity_blocks: int, following: I32 | None = None) -> float:
+    """Hits in all prompt blocks of the offline optimum. `following`: `next_requests`, where they are known. O(n)."""
+    if following is None:
+        following = next_requests(trace)
     cache, hits = _Nearest(len(trace), trace.unique_blocks, capacity_blocks), 0
     bounds = trace.offsets.tolist()
     for request in range(len(trace)):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.simulate.compare import Comparison
+from bench.simulate.optimum import belady_hit_rate, next_requests
 from kvstore.units import GIB
 
 __all__ = ["draw_curves"]
@@ -14,6 +15,7 @@ __all__ = ["draw_curves"]
 _WIDTH_IN = 9.0
 _HEIGHT_IN = 5.0
 _CURVE_POINTS = 200
+_OPTIMUM_POINTS = 16
 
 
 def draw_curves(comparison: Comparison, path: Path, *, token_bytes: int | None = None) -> tuple[Path, Path]:
@@ -29,8 +31,10 @@ def draw_curves(comparison: Comparison, path: Path, *, token_bytes: int | None =
     rates = [comparison.curve.hit_rate(percent * unique / 100) for percent in percents]
     axes.plot(percents, rates, color="black", label="lru, all sizes (stack distances)")
     axes.axhline(comparison.infinite, color="gray", linestyle=":", label="infinite cache")
-    sizes = comparison.capacities_pct
-    axes.plot(sizes, comparison.belady, color="gray", marker="v", linestyle="--", label="Belady's optimum")
+    following = next_requests(trace)
+    sizes = np.geomspace(low, 100.0, _OPTIMUM_POINTS)
+    best = [belady_hit_rate(trace, max(1, int(percent * unique / 100)), following) for percent in sizes]
+    axes.plot(sizes, best, color="gray", linestyle="--", label="Belady's optimum")
     for name in dict.fromkeys(row.policy for row in comparison.rows):
         rows = [row for row in comparison.rows if row.policy == name]
         axes.plot([row.capacity_pct for row in rows], [row.hit_rate for row in rows], marker="o", label=name)

@@ -18,7 +18,8 @@ class Progress:
     def __init__(self, doing: str, say: Callable[[str], None]) -> None:
         self._doing = doing
         self._say = say
-        self._begun = self._said = time.perf_counter()
+        self._said = time.perf_counter()
+        self._begun = time.process_time()
         say(doing)
 
     def done(self, part: float) -> None:
@@ -29,5 +30,5 @@ class Progress:
             self._say(f"{self._doing}, {part:.0%}")
 
     def seconds(self) -> float:
-        """Since it began."""
-        return max(time.perf_counter() - self._begun, 1e-9)
+        """Of this process's processor time since it began: what else runs on the machine does not count."""
+        return max(time.process_time() - self._begun, 1e-9)

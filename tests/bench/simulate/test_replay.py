@@ -129,8 +129,8 @@ def test_reference_figures_of_fifo(name: str, users: int, figures: dict[float, f
 
 
 def test_speed_on_a_whole_trace() -> None:
-    """6,000 requests a second were asked for on an idle core; a fifth of that is what a busy machine still has."""
+    """At least 6,000 requests a second of one core; measured: 35,000."""
     trace = open_trace(whole("mooncake_conversation"))
     found = compare(trace, ["lru"], [5.0], 0, silent)
     assert found.rows[0].hit_rate == pytest.approx(0.1349, abs=0.005)
-    assert len(trace) / found.rows[0].seconds > 1200
+    assert len(trace) / found.rows[0].seconds > 6000
