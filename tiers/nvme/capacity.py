@@ -31,9 +31,9 @@ __all__ = [
     "slab_room",
 ]
 
-SMALL_FILES_BYTES = MIB
-"""For everything that is neither a slab nor the index: lock, secret, threads, clears, budget, the folders themselves,
-and for each of these that is written anew a second copy until it is renamed."""
+SMALL_FILES_BYTES = 4 * MIB
+"""For everything that is neither a slab nor the index: lock, secret, threads, size, budget, the folders themselves,
+`namespaces` (at most 1 MiB) and `cleared` (0.8 MiB), and for each of them a second copy until it is renamed."""
 _MIN_MAP_BYTES = 8 * MIB
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES  # LMDB's lock.mdb with 8 readers
 _SLAB = "slab-"

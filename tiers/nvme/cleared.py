@@ -21,9 +21,11 @@ from kvstore.moves import U64
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.slab import sync_directory
 
-__all__ = ["EVERY_NAMESPACE", "is_cleared", "note_cleared", "read_cleared", "without_cleared"]
+__all__ = ["EVERY_NAMESPACE", "MAX_CLEARED", "is_cleared", "note_cleared", "read_cleared", "without_cleared"]
 
 EVERY_NAMESPACE = b""
+MAX_CLEARED = 16_384
+"""Lines of the file, of at most 49 bytes."""
 _FILE = "cleared"
 _EVERY = "*"
 _LINE = re.compile(r"(\*|[0-9a-f]{32}) ([0-9]{1,15})")
@@ -53,10 +55,16 @@ def read_cleared(directory: Path, disk: Disk = SYSTEM_DISK) -> dict[bytes, int]:
 
 
 def note_cleared(directory: Path, news: Mapping[bytes, int], disk: Disk = SYSTEM_DISK) -> None:
-    """Adds to what `read_cleared` gives; durable when it returns. Raises OSError, Corruption. One caller at a time."""
+    """Adds to what `read_cleared` gives; durable when it returns. Raises OSError, Corruption. One caller at a time.
+
+    Beyond a bound the oldest clears become one of everything that old: the file counts against the path's size.
+    """
     entries = read_cleared(directory, disk)
     for digest, now_ms in news.items():
         entries[digest] = max(now_ms, entries.get(digest, 0))
+    if len(entries) > MAX_CLEARED:
+        oldest_ms = sorted(entries.values())[len(entries) // 2]
+        entries[EVERY_NAMESPACE] = max(entries.get(EVERY_NAMESPACE, 0), oldest_ms)
     every_ms = entries.get(EVERY_NAMESPACE, 0)
     lines = [
         f"{digest.hex() or _EVERY} {ms}\n"

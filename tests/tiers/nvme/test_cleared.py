@@ -14,7 +14,8 @@ from kvstore.errors import Corruption
 from kvstore.layout import touch_key
 from kvstore.units import MIB
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
-from tiers.nvme.cleared import EVERY_NAMESPACE, note_cleared, read_cleared, without_cleared
+from tiers.nvme.capacity import SMALL_FILES_BYTES
+from tiers.nvme.cleared import EVERY_NAMESPACE, MAX_CLEARED, note_cleared, read_cleared, without_cleared
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.recover import recover
@@ -81,3 +82,19 @@ def test_a_start_does_not_bring_cleared_blocks_back(harness: Harness, tmp_path: 
         assert (found.blocks.blocks, bool(found.blocks.rebuilt)) == (left, source == "trailers")
         if source == "trailers":
             os.rename(tmp_path / "index", tmp_path / f"index-{left}")
+
+
+def test_the_file_stays_small(tmp_path: Path) -> None:
+    """One line for each namespace that was ever cleared: the file grew for ever, and counts against the capacity."""
+    digests = [number.to_bytes(16, "little") for number in range(MAX_CLEARED)]
+    note_cleared(tmp_path, {digest: 1000 + at for at, digest in enumerate(digests)})
+    assert len(read_cleared(tmp_path)) == MAX_CLEARED
+    note_cleared(tmp_path, {b"\xff" * 16: 99_999})
+    kept = read_cleared(tmp_path)
+    assert len(kept) <= MAX_CLEARED // 2 + 2
+    every_ms = kept[EVERY_NAMESPACE]
+    assert all(1000 + at <= every_ms or digest in kept for at, digest in enumerate(digests)), (
+        "none comes back"
+    )
+    assert kept[b"\xff" * 16] == 99_999
+    assert (tmp_path / "cleared").stat().st_size < SMALL_FILES_BYTES / 4
