@@ -116,7 +116,7 @@ def carry(slab: Slab, moves: Moves, memory: MemoryTier, pages: memoryview, writt
         slab.descriptor,
         file.slots,
         file.slot_bytes,
-        moves,
+        np.ascontiguousarray(moves),
         spans.bases,
         spans.sizes,
         pages,

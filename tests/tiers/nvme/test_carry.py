@@ -199,6 +199,13 @@ def test_what_is_not_there_is_refused_by_itself(
 
 
 @BOTH_WAYS
+def test_every_other_move_of_an_array_is_carried(
+    slab: Slab, harness: Harness, pages: memoryview, how: Carry
+) -> None:
+    assert run(how, slab, harness, harness.moves_for([0, 1, 2, 3])[::2], pages).failed == 0
+
+
+@BOTH_WAYS
 def test_what_is_no_piece_is_left_alone(slab: Slab, harness: Harness, pages: memoryview, how: Carry) -> None:
     mixed = np.concatenate((harness.moves_for([0]), harness.moves_back([1])))
     elsewhere = harness.moves_for([0, 1])
