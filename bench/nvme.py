@@ -26,6 +26,7 @@ from bench.storage import MoverSide, PlainPool, Shape
 from bench.timing import median
 from kvstore.moves import MoveKind
 from kvstore.units import KIB, MIB
+from tiers.nvme.carry import IS_COMPILED
 
 __all__ = ["FULL", "PATTERNS", "SHORT", "NvmeLeg", "NvmePlan", "NvmeResult", "figures", "measure", "slots_of"]
 
@@ -77,9 +78,12 @@ class NvmeLeg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeResult:
-    """All legs of one run. `direct`: past the page cache; where it is not, the figures are the page cache's."""
+    """All legs of one run."""
 
     direct: bool
+    """Past the page cache; where it is not, the figures are the page cache's."""
+    compiled: bool
+    """Whether the data path is the compiled one; in Python it is several times as dear (`kvstore/native/build.py`)."""
     nbytes: int
     mover_threads: int
     legs: list[NvmeLeg]
@@ -110,7 +114,9 @@ def measure(plan: NvmePlan, say: Callable[[str], None], parent: Path | None = No
                 mover.scribble()
                 mover.transfer(MoveKind.READ)
                 mover.check()
-    return NvmeResult(direct=direct, nbytes=plan.nbytes, mover_threads=threads, legs=legs)
+    return NvmeResult(
+        direct=direct, compiled=IS_COMPILED, nbytes=plan.nbytes, mover_threads=threads, legs=legs
+    )
 
 
 def slots_of(pattern: str, count: int) -> tuple[U64, U64]:
