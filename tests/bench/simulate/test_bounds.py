@@ -9,8 +9,10 @@ import pytest
 
 from bench.simulate.optimum import belady_hit_rate, infinite_hit_rate, next_requests
 from bench.simulate.readers.open import open_trace
+from bench.simulate.replay import replay
 from bench.simulate.stack import lru_curve, sampled_lru_curve
 from bench.simulate.users import play
+from eviction.factory import policy_factory
 from kvstore.errors import InvalidArgument
 from tests.bench.simulate.traces import DATA, random_chains, trace_of, whole
 
@@ -116,15 +118,21 @@ def test_only_sessions_can_be_played() -> None:
         play(open_trace(DATA / "mooncake.jsonl"), 4)
 
 
+# By capacity in %: tail-first LRU, Belady, FIFO.
 CONVERSATION = {
-    1: (0.0447, 0.2013),
-    2: (0.0566, 0.2661),
-    5: (0.1349, 0.3413),
-    10: (0.2243, 0.3485),
-    25: (0.3163, 0.3485),
+    1: (0.0447, 0.2013, 0.0434),
+    2: (0.0566, 0.2661, 0.0545),
+    5: (0.1349, 0.3413, 0.1237),
+    10: (0.2243, 0.3485, 0.2010),
+    25: (0.3163, 0.3485, 0.2867),
 }
-SYNTHETIC = {1: (0.0091, 0.0956), 5: (0.0357, 0.2235), 25: (0.1786, 0.3816)}
-CLAUDE_CODE = {0.5: (0.2600, 0.5592), 1: (0.5204, 0.7488), 2: (0.8016, 0.8915), 5: (0.9362, 0.9548)}
+SYNTHETIC = {1: (0.0091, 0.0956, 0.0088), 5: (0.0357, 0.2235, 0.0352), 25: (0.1786, 0.3816, 0.1673)}
+CLAUDE_CODE = {
+    0.5: (0.2600, 0.5592, 0.2237),
+    1: (0.5204, 0.7488, None),
+    2: (0.8016, 0.8915, None),
+    5: (0.9362, 0.9548, None),
+}
 
 
 @pytest.mark.parametrize(
@@ -135,13 +143,16 @@ CLAUDE_CODE = {0.5: (0.2600, 0.5592), 1: (0.5204, 0.7488), 2: (0.8016, 0.8915), 
         ("claude_code_weka", CLAUDE_CODE),
     ],
 )
-def test_reference_figures(name: str, figures: dict[float, tuple[float, float]]) -> None:
-    """LRU-r and Belady of the traces' README, within half a point; the optimum is the same to the last digit given."""
+def test_reference_figures(name: str, figures: dict[float, tuple[float, float, float | None]]) -> None:
+    """LRU-r, FIFO and Belady of the traces' README, within half a point; the optimum to the last digit given."""
     trace = open_trace(whole(name))
     if name.startswith("claude"):
         trace = play(trace, 64)
-    curve = lru_curve(trace)
-    for percent, (lru, belady) in figures.items():
+    curve, following = lru_curve(trace), next_requests(trace)
+    for percent, (lru, belady, fifo) in figures.items():
         capacity = int(trace.unique_blocks * percent / 100)
         assert curve.hit_rate(capacity) == pytest.approx(lru, abs=0.005)
-        assert belady_hit_rate(trace, capacity) == pytest.approx(belady, abs=0.0001)
+        assert belady_hit_rate(trace, capacity, following) == pytest.approx(belady, abs=0.0001)
+        if fifo is not None:
+            policy = policy_factory("fifo")(rows=trace.unique_blocks, capacity_blocks=capacity)
+            assert replay(trace, policy, capacity) == pytest.approx(fifo, abs=0.005)

@@ -14,7 +14,6 @@ from bench.simulate.compare import compare
 from bench.simulate.readers.open import open_trace
 from bench.simulate.replay import replay
 from bench.simulate.stack import lru_curve
-from bench.simulate.users import play
 from eviction.factory import policy_factory
 from kvstore.errors import ConfigError, InvalidArgument
 from tests.bench.simulate.traces import DATA, random_chains, trace_of, whole
@@ -111,21 +110,6 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    "name, users, figures",
-    [
-        ("mooncake_conversation", 0, {1: 0.0434, 10: 0.2010}),
-        ("mooncake_synthetic", 0, {1: 0.0088, 5: 0.0352, 25: 0.1673}),
-        ("claude_code_weka", 64, {0.5: 0.2237}),
-    ],
-)
-def test_reference_figures_of_fifo(name: str, users: int, figures: dict[float, float]) -> None:
-    """The traces' README has them of a cache that inserts block after block."""
-    trace = open_trace(whole(name))
-    found = compare(play(trace, users) if users else trace, ["fifo"], list(figures), 0, silent)
-    assert [row.hit_rate for row in found.rows] == pytest.approx(list(figures.values()), abs=0.005)
 
 
 def test_speed_on_a_whole_trace() -> None:
