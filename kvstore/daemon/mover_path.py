@@ -92,6 +92,7 @@ class MoverPath:
         self.hangs = False
         """Whether its disk does not answer."""
         self._written: list[NDArray[np.uint64]] = []  # ids of writes that are not on the medium yet
+        self._doubted_to = 0  # writes up to this id may have been in the cache when a sync failed
         self._sync_id = 0
         self._flushing: dict[int, asyncio.Future[None]] = {}
         """Syncs that a flush waits for, by id."""
@@ -429,6 +430,9 @@ class MoverPath:
         waits = is_write & (statuses == MoveStatus.OK)
         if self._owner.config.durability is not Durability.POWER:
             waits[:] = False
+        doubted = waits & (ids <= np.uint64(self._doubted_to))
+        statuses[doubted] = MoveStatus.NOT_SYNCED
+        waits &= ~doubted
         if waits.any():
             self._written.append(ids[waits])
         self._done(ids[~waits], statuses[~waits])
@@ -459,7 +463,11 @@ class MoverPath:
             self.voice.settled("sync")
         else:
             self.voice.complain("sync", f"nvme path {self.opened.directory.path}: {synced.text}")
+            # A kernel says once that it could not write a page, and takes it for written from then on: no later sync
+            # makes certain what may have been in its cache.
             status = MoveStatus.NOT_SYNCED
+            ids = np.concatenate((ids, *self._written))
+            self._written, self._doubted_to = [], self.outstanding.newest
         self._done(ids, np.full(len(ids), status, dtype=np.uint8))
 
     def _sync_or_commit(self) -> None:

@@ -78,6 +78,11 @@ class Outstanding:
         self._write_bytes = 0
         self.load.lost()
 
+    @property
+    def newest(self) -> int:
+        """The last of the moves that the mover has; 0 where it has none."""
+        return int(self._ids[-1]) if len(self._ids) else 0
+
     def __len__(self) -> int:
         return len(self._ids)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.daemon import movers as movers_module
+from kvstore.daemon.outstanding import Outstanding
 from kvstore.layout import MOVER_BIT
 from kvstore.mover import Mover
 from kvstore.moves import MoveStatus
@@ -70,6 +71,11 @@ def failed_syncs_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mover, "_sync", sync)
 
 
+def the_next_sync_makes_good(patch: pytest.MonkeyPatch) -> None:
+    """Writes that were under way when a sync failed count once the next one goes well."""
+    patch.setattr(Outstanding, "newest", 0)
+
+
 def replies_before_data(patch: pytest.MonkeyPatch) -> None:
     """A write is answered before it is done."""
 
@@ -120,6 +126,10 @@ def movers_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 _BROKEN: tuple[tuple[Break, Plan], ...] = (
     (syncs_do_nothing, Plan(shape=Shape())),
     (failed_syncs_count, Plan(shape=Shape(sync_error=0.3))),
+    (
+        the_next_sync_makes_good,
+        Plan(shape=Shape(sync_error=0.4), flushes=0.05, clears=0.0, points_between=2000),
+    ),
     (replies_before_data, Plan(shape=Shape())),
     (no_checksum, Plan(shape=Shape())),
     (no_identity, Plan(shape=Shape())),
