@@ -31,6 +31,7 @@ _NO_ANSWERS = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # a hang
 )
 
 
