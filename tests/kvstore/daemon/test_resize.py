@@ -92,77 +92,77 @@ def path_stats(service: Service) -> pb.PathStats:
 
 
 def test_a_path_becomes_smaller_and_larger_in_use(place: Path) -> None:
-    with started(config_of(place, 128, dram_bytes=32 * MIB)) as service:
+    with started(config_of(place, 97, dram_bytes=32 * MIB)) as service:
         one = RawClient(service.socket).begin(hbm_slots=512)
-        chains = fill(service, one, range(4000))
+        chains = fill(service, one, range(3200))
         before = service.tier("nvme")
-        assert before.sealed_slots > 3500
-        reply = resize(service, "nvme", 72)
-        assert used(place) <= 72 * MIB, "from the answer on"
-        assert reply.used_bytes <= reply.capacity_bytes == 72 * MIB
+        assert before.sealed_slots > 2800
+        reply = resize(service, "nvme", 64)
+        assert used(place) <= 64 * MIB, "from the answer on"
+        assert reply.used_bytes <= reply.capacity_bytes == 64 * MIB
         after = service.tier("nvme")
         assert 0 < after.sealed_slots < before.sealed_slots
-        assert after.capacity_bytes == 72 * MIB
-        assert after.allocated_bytes < 72 * MIB
-        assert path_stats(service).capacity_bytes == 72 * MIB
+        assert after.capacity_bytes == 64 * MIB
+        assert after.allocated_bytes < 64 * MIB
+        assert path_stats(service).capacity_bytes == 64 * MIB
         assert service.faults() == []
         assert MISS not in outcomes(one, chains[-1]), "what was used last is still there"
         assert set(outcomes(one, chains[0])) == {MISS}, "what was used longest ago is not"
 
-        resize(service, "nvme", 120)
-        fill(service, one, range(8000, 12000))
+        resize(service, "nvme", 88)
+        fill(service, one, range(8000, 11200))
         grown = service.tier("nvme")
         assert grown.sealed_slots > after.sealed_slots
         assert grown.allocated_bytes > after.allocated_bytes
-        assert used(place) <= 120 * MIB
+        assert used(place) <= 88 * MIB
         assert service.faults() == []
         one.close()
 
 
 def test_a_size_holds_over_restarts_until_the_configuration_changes(place: Path) -> None:
     """After a restart the disk tier had its old size again, and filled the disk that had been needed for something."""
-    config = config_of(place, 128)
+    config = config_of(place, 97)
     with started(config) as service:
         one = RawClient(service.socket).begin(hbm_slots=512)
-        fill(service, one, range(4000))
+        fill(service, one, range(3200))
         one.close()
-        resize(service, "nvme", 72)
+        resize(service, "nvme", 64)
         blocks = service.tier("nvme").sealed_slots
         service.kill_daemon()
         wait_for("the writes", lambda: flushed(service))
-        assert service.tier("nvme").capacity_bytes == 72 * MIB
+        assert service.tier("nvme").capacity_bytes == 64 * MIB
         assert service.tier("nvme").sealed_slots >= blocks - 403, "some are written again, and others evicted"
-        assert ask(service, "nvme", 72, config.nvme[0].path).complete
-        assert used(place) <= 72 * MIB
+        assert ask(service, "nvme", 64, config.nvme[0].path).complete
+        assert used(place) <= 64 * MIB
     with started(config) as service:
         wait_for("the path", lambda: path_stats(service).in_service)
-        assert path_stats(service).capacity_bytes == 72 * MIB
-        assert 0 < service.tier("nvme").allocated_bytes < 72 * MIB
+        assert path_stats(service).capacity_bytes == 64 * MIB
+        assert 0 < service.tier("nvme").allocated_bytes < 64 * MIB
         assert service.tier("nvme").sealed_slots >= blocks - 403, "at most what one slab held"
-        assert used(place) <= 72 * MIB
-    with started(config_of(place, 96)) as service:
+        assert used(place) <= 64 * MIB
+    with started(config_of(place, 80)) as service:
         wait_for("the path", lambda: path_stats(service).in_service)
-        assert path_stats(service).capacity_bytes == 96 * MIB
+        assert path_stats(service).capacity_bytes == 80 * MIB
     assert not (place / "nvme" / "size").exists()
     with started(config) as service:
         wait_for("the path", lambda: path_stats(service).in_service)
-        assert path_stats(service).capacity_bytes == 128 * MIB
+        assert path_stats(service).capacity_bytes == 97 * MIB
 
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_daemon_killed_meanwhile_goes_on(place: Path, stopped: bool) -> None:
     """Slabs that had left the store and were not deleted yet stayed on the disk for ever."""
-    with started(config_of(place, 128)) as service:
+    with started(config_of(place, 97)) as service:
         one = RawClient(service.socket).begin(hbm_slots=512)
-        fill(service, one, range(4000))
+        fill(service, one, range(3200))
         one.close()
         movers = service.mover_pids()
         if stopped:  # nothing that left is deleted
             for pid in movers:
                 os.kill(pid, signal.SIGSTOP)
-            assert not ask(service, "nvme", 72, service.config.nvme[0].path).complete
+            assert not ask(service, "nvme", 64, service.config.nvme[0].path).complete
         else:
-            request = pb.ResizeRequest(tier="nvme", path=service.config.nvme[0].path, capacity_bytes=72 * MIB)
+            request = pb.ResizeRequest(tier="nvme", path=service.config.nvme[0].path, capacity_bytes=64 * MIB)
             with pytest.raises(KvstoreError):
                 service.call("Resize", request, service="admin", timeout_s=0.03)
         pid = service.daemon_pid
@@ -172,13 +172,13 @@ def test_a_daemon_killed_meanwhile_goes_on(place: Path, stopped: bool) -> None:
                 os.kill(mover, signal.SIGCONT)
         service.await_restart(pid)
         wait_for("the path", lambda: path_stats(service).in_service)
-        if path_stats(service).capacity_bytes == 72 * MIB:  # the call had come so far
-            wait_for("the size", lambda: used(place) <= 72 * MIB)
+        if path_stats(service).capacity_bytes == 64 * MIB:  # the call had come so far
+            wait_for("the size", lambda: used(place) <= 64 * MIB)
             wait_for("all slabs", lambda: not path_stats(service).leaving_extents)
         else:
             assert not stopped
-        assert resize(service, "nvme", 72).complete
-        assert used(place) <= 72 * MIB
+        assert resize(service, "nvme", 64).complete
+        assert used(place) <= 64 * MIB
         assert service.faults() == []
 
 
@@ -186,7 +186,7 @@ def test_dram_becomes_smaller_and_larger_in_use(place: Path) -> None:
     with started(config_of(place, 64)) as service:
         wait_for("all of DRAM", lambda: service.tier("dram").allocated_bytes == 64 * MIB)
         one = RawClient(service.socket).begin(hbm_slots=512)
-        fill(service, one, range(3000))
+        fill(service, one, range(2600))
         chain, granted = one.fill(range(400_000, 400_800))
         room = one.write_through(chain)  # held: 200 blocks in DRAM
         one.release(hbm=granted.hbm.tolist())
