@@ -1,7 +1,7 @@
 /* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without interpreter.
  *
  *     transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults) -> how many failed
- *     checksum(data) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian
+ *     checksum(data[, how]) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian; how: avx512, avx2, plain
  *
  * `moves` (MOVE[n]) are to or from a slab of `slots` slots of `slot_bytes`; `bases` and `sizes` (u64[m]) say where
  * each DRAM extent is mapped in this process (0: not). Neighbours on the disk are one call, with the trailers between
@@ -173,16 +173,25 @@ __attribute__((target("avx512f"))) static void take_avx512(uint64_t *lanes, cons
 }
 #endif
 
-static Take best_take(void)
+/* By name, the best first; NULL where this processor has it not. */
+static Take take_named(const char *name)
 {
 #ifdef X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f"))
-        return take_avx512;
-    if (__builtin_cpu_supports("avx2"))
-        return take_avx2;
+    if (!strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") ? take_avx512 : NULL;
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") ? take_avx2 : NULL;
 #endif
-    return take_plain;
+    return strcmp(name, "plain") ? NULL : take_plain;
+}
+
+static Take best_take(void)
+{
+    Take found = take_named("avx512");
+    if (!found)
+        found = take_named("avx2");
+    return found ? found : take_plain;
 }
 
 static uint64_t merge(const uint64_t *lanes, const uint8_t *key, uint64_t start)
@@ -461,25 +470,28 @@ static PyObject *checksum(PyObject *module, PyObject *arguments)
 {
     (void)module;
     Py_buffer data;
+    const char *name = NULL;
     uint8_t out[16];
-    if (!PyArg_ParseTuple(arguments, "y*:checksum", &data))
+    if (!PyArg_ParseTuple(arguments, "y*|s:checksum", &data, &name))
         return NULL;
-    int enough = data.len > 240;
-    if (enough) {
+    Take take = name ? take_named(name) : best_take();
+    int good = take && data.len > 240;
+    if (good) {
         Py_BEGIN_ALLOW_THREADS
-        hash_long(best_take(), data.buf, (size_t)data.len, out);
+        hash_long(take, data.buf, (size_t)data.len, out);
         Py_END_ALLOW_THREADS
     } else
-        PyErr_SetString(PyExc_ValueError, "a payload has more than 240 bytes");
+        PyErr_SetString(PyExc_ValueError, take ? "a payload has more than 240 bytes" : "not on this processor");
     PyBuffer_Release(&data);
-    return enough ? PyBytes_FromStringAndSize((const char *)out, sizeof out) : NULL;
+    return good ? PyBytes_FromStringAndSize((const char *)out, sizeof out) : NULL;
 }
 
 static PyMethodDef methods[] = {
     {"transfer", transfer, METH_VARARGS,
      "transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults)\n--\n\n"
      "Carries out moves of one kind and slab; fills `replies` and `faults`; how many failed, -1: not one piece."},
-    {"checksum", checksum, METH_VARARGS, "checksum(data)\n--\n\nxxh3-128 of more than 240 bytes."},
+    {"checksum", checksum, METH_VARARGS,
+     "checksum(data, how='')\n--\n\nxxh3-128 of more than 240 bytes; `how`: avx512, avx2 or plain, else the best."},
     {NULL, NULL, 0, NULL},
 };
 
