@@ -27,6 +27,7 @@ from bench.simulate.options import (
 from bench.simulate.outcome import StoreOutcome, TierBytes, serve
 from bench.simulate.plots import draw_curves
 from bench.simulate.progress import Progress
+from bench.simulate.store_policies import store_policy
 from bench.simulate.tables import policies_table, store_table
 from bench.simulate.trace import Trace
 from kvstore.units import parse_size
@@ -42,8 +43,11 @@ def simulate(
     trace: TraceArgument,
     *,
     policy: Annotated[
-        str, typer.Option("--policy", help="Names of eviction policies, separated by commas.")
-    ] = "auto,lru",
+        str | None,
+        typer.Option(
+            "--policy", help="Names of eviction policies, separated by commas [auto,lru; the store: lru]."
+        ),
+    ] = None,
     capacity: Annotated[
         str | None,
         typer.Option(
@@ -76,8 +80,10 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Replay a request trace on policies or on the whole store."""
-    names = names_of(policy, "--policy")
     tiers = _tiers(hbm, dram, nvme)
+    names = names_of(policy or ("auto,lru" if tiers is None else "lru"), "--policy")
+    for name in names if tiers else ():
+        store_policy(name)  # what it does not have is said before hours of work
     percents = percents_of(capacity or _CAPACITIES) if capacity or tiers is None else None
     hardware = Hardware(
         gpus=gpus,
