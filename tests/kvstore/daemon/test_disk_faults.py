@@ -133,6 +133,7 @@ def running(folder: Path) -> Iterator[Rig]:
         rig.one.close()
     with started(config, environ=environ) as service:
         rig = Rig(service, RawClient(service.socket).begin(hbm_slots=512), faults)
+        wait_for("the prompts", lambda: service.tier("nvme").sealed_slots == len(NAMES) * BLOCKS)
         yield rig
         assert service.faults() == []
         rig.one.close()

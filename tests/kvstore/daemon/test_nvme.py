@@ -91,6 +91,11 @@ def read_back(one: RawClient, hashes: np.ndarray) -> list[int]:  # type: ignore[
     raise TimeoutError("the promotions did not end")
 
 
+def known(service: Service, blocks: int) -> None:
+    """What is on disk may be found a moment after the service is ready."""
+    wait_for(f"{blocks} blocks", lambda: service.tier("nvme").sealed_slots == blocks)
+
+
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_blocks_come_back_from_disk_alone(place: Path, durability: str) -> None:
     config = replace(small_config(place, nvme_bytes=128 * MIB), durability=Durability(durability))
@@ -99,7 +104,7 @@ def test_blocks_come_back_from_disk_alone(place: Path, durability: str) -> None:
         one.close()
         kill_all(service)
     with started(config) as service:
-        assert service.tier("nvme").sealed_slots == 20
+        known(service, 20)
         other = RawClient(service.socket).begin()
         assert read_back(other, hashes) == [HIT_DRAM] * 20
         assert service.faults() == []
@@ -157,7 +162,7 @@ def test_cleared_blocks_stay_cleared(place: Path, lost: str) -> None:
         kill_all(service)
     shutil.rmtree(place / "nvme" / "index")
     with started(config) as service:
-        assert service.tier("nvme").sealed_slots == 20, "what was stored after it is found"
+        known(service, 20)  # what was stored after it is found
 
 
 def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
@@ -181,7 +186,7 @@ def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
         assert service.faults() == []
         other.close()
     with started(config) as service:
-        assert service.tier("nvme").sealed_slots == 19, "the index has forgotten it too"
+        known(service, 19)  # the index has forgotten it too
 
 
 def test_a_killed_mover_is_started_again(place: Path) -> None:
@@ -220,7 +225,7 @@ def test_a_kill_while_blocks_go_down(place: Path, point: str) -> None:
         one.close()
         kill_all(service)
     with started(config) as service:
-        assert service.tier("nvme").sealed_slots == 20
+        known(service, 20)
 
 
 def _flushed(service: Service) -> pb.FlushReply | None:
@@ -256,7 +261,7 @@ def test_a_smaller_capacity_keeps_what_fits(place: Path) -> None:
         one.close()
     smaller = small_config(place, nvme_bytes=64 * MIB)
     with started(smaller) as service:
-        assert service.tier("nvme").sealed_slots == 20
+        known(service, 20)
         assert service.tier("nvme").allocated_bytes <= 64 * MIB
 
 
