@@ -29,7 +29,7 @@ from bench.service import disk_room, serve_in
 from kvstore.client import Client, DeviceSpec, Targets
 from kvstore.config import Durability
 from kvstore.errors import DeadlineExceeded
-from kvstore.layout import Columns, Tier, touch_key
+from kvstore.layout import Columns, ExtentState, Tier, touch_key
 from kvstore.units import MIB, write_size
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
 from tiers.nvme.slab import SlabFile, stride_bytes
@@ -42,7 +42,7 @@ _CHAIN = 1024
 _PROMPTS = 4
 _HBM_BYTES = 64 * MIB
 _TURN_CALLS = 10
-_LEAST_CALLS = 200
+_LEAST_CALLS = 1000
 """Fewer say nothing about a p99."""
 _KNOWN_S = 300.0
 
@@ -129,18 +129,17 @@ def _measure(folder: Path, blocks: int, usual_s: float, say: Callable[[str], Non
             prompts = chains(namespace.key, _PROMPTS * _CHAIN, _CHAIN, seed=2)
             fill(session, namespace, prompts)
             caller = Caller(session=session, namespace=namespace)
-            meanwhile = _calls(caller, prompts, lambda: _known(client) >= blocks, _KNOWN_S)
+            columns = session.tables.tables.columns
+            meanwhile = _calls(caller, prompts, lambda: _entered(columns) >= slabs, _KNOWN_S)
             known_s = time.monotonic() - began_s
-            if _known(client) < blocks:
-                raise DeadlineExceeded(
-                    f"only {_known(client):,} of {blocks:,} blocks are known after {_KNOWN_S:g} s"
-                )
+            if (known := _known(client)) < blocks:
+                raise DeadlineExceeded(f"only {known:,} of {blocks:,} blocks are known after {known_s:.0f} s")
             until_s = time.monotonic() + usual_s
             usual = _calls(caller, prompts, lambda: time.monotonic() > until_s, usual_s)
             return IndexResult(
                 blocks=blocks,
                 max_rows=max_rows,
-                table_bytes=_table_bytes(session.tables.tables.columns),
+                table_bytes=_table_bytes(columns),
                 index_file_bytes=(folder / "nvme" / "index" / "data.mdb").stat().st_blocks * 512,
                 ready_empty_s=ready_empty_s,
                 ready_s=ready_s,
@@ -153,7 +152,15 @@ def _measure(folder: Path, blocks: int, usual_s: float, say: Callable[[str], Non
             )
 
 
+def _entered(columns: Columns) -> int:
+    """Slabs whose blocks are known, as the shared tables show: a call for it would be felt by the others."""
+    of_disk = columns.extent_tier == Tier.NVME
+    return int(np.count_nonzero(of_disk & (columns.extent_state == ExtentState.READY)))
+
+
 def _known(client: Client) -> int:
+    """Counted when the last of them is."""
+    time.sleep(0.1)
     return int(dict(client.stats().counters).get("loaded_blocks", 0))
 
 
@@ -225,7 +232,8 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
             Figure(name=f"{name}: index on disk", value=size["index_file_bytes"] / 1e6, unit="MB"),
             Figure(name=f"{name}: ready", value=size["ready_s"], unit="s"),
             Figure(name=f"{name}: ready, empty", value=size["ready_empty_s"], unit="s"),
-            Figure(name=f"{name}: all known", value=size["known_s"], unit="s", bound=5.0),
+            Figure(name=f"{name}: all known", value=size["known_s"], unit="s"),
+            Figure(name=f"{name}: since ready", value=size["known_s"] - size["ready_s"], unit="s", bound=5.0),
             Figure(name=f"{name}: acquire p99", value=size["call_p99_ms"], unit="ms"),
         ]
         if size["call_p99_ms_meanwhile"] is not None:

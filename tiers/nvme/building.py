@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from kvstore.moves import U32, U64
 from kvstore.prebuilt import Blocks, LoadPlan, Prebuilder
 from tiers.nvme.cleared import is_cleared
-from tiers.nvme.index import IndexChunk
+from tiers.nvme.index import RECORD, IndexChunk, records_of
 from tiers.nvme.slab import SlabFile
 
-__all__ = ["Chunks", "Pick", "Survey", "build", "chunks_of", "survey"]
+__all__ = ["Chunks", "Pick", "Survey", "build", "chunks_of", "extremes", "survey"]
 
 Chunks = Callable[[], Iterator[IndexChunk]]
 """Begins a pass over all blocks, by slab and slot."""
@@ -132,6 +132,19 @@ def survey(chunks: Chunks, pick: Pick) -> Survey:
     return Survey(
         used=dict(used), digests=tuple(sorted(digests)), touches=np.concatenate(touches), strays=strays
     )
+
+
+def extremes(chunks: Chunks, pick: Pick, count: int) -> NDArray[np.void]:
+    """RECORD[] of the `count` blocks that were used last and of as many that were used longest ago. O(blocks)."""
+    newest, oldest = np.empty(0, dtype=RECORD), np.empty(0, dtype=RECORD)
+    for chunk in chunks():
+        found = pick.wanted(chunk)
+        order = np.argsort(found.touches, kind="stable")
+        newest = np.concatenate((newest, records_of(found, order[-count:])))
+        oldest = np.concatenate((oldest, records_of(found, order[:count])))
+        newest = newest[np.argsort(newest["touch"], kind="stable")[-count:]]
+        oldest = oldest[np.argsort(oldest["touch"], kind="stable")[:count]]
+    return np.concatenate((newest, oldest))
 
 
 def _digests(digests: U64) -> Iterable[bytes]:

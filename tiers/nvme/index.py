@@ -39,6 +39,7 @@ __all__ = [
     "NoIndex",
     "index_file_bytes",
     "load_index",
+    "records_of",
     "remove_index",
 ]
 
@@ -351,14 +352,18 @@ def load_index(directory: Path) -> NDArray[np.void]:
 
 def _as_records(chunks: Iterator[IndexChunk]) -> NDArray[np.void]:
     parts = [np.empty(0, dtype=RECORD)]
-    for chunk in chunks:
-        records = np.zeros(len(chunk.slots), dtype=RECORD)
-        records["slab"], records["slot"], records["length"] = chunk.slab, chunk.slots, chunk.length
-        records["hash"], records["parent"] = chunk.hashes, chunk.parents
-        records["ns_digest"], records["touch"] = chunk.digests, chunk.touches
-        records["generation"], records["depth"] = chunk.generations, chunk.depths
-        parts.append(records)
+    parts += [records_of(chunk, slice(None)) for chunk in chunks]
     return np.concatenate(parts)
+
+
+def records_of(chunk: IndexChunk, chosen: NDArray[np.intp] | slice) -> NDArray[np.void]:
+    """RECORD[] of some blocks of a chunk."""
+    records = np.zeros(len(chunk.slots[chosen]), dtype=RECORD)
+    records["slab"], records["slot"], records["length"] = chunk.slab, chunk.slots[chosen], chunk.length
+    records["hash"], records["parent"] = chunk.hashes[chosen], chunk.parents[chosen]
+    records["ns_digest"], records["touch"] = chunk.digests[chosen], chunk.touches[chosen]
+    records["generation"], records["depth"] = chunk.generations[chosen], chunk.depths[chosen]
+    return records
 
 
 def index_file_bytes(directory: Path) -> int:

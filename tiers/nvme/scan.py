@@ -20,7 +20,7 @@ from tiers.nvme.index import RECORD
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, Trailer, read_trailer
 
-__all__ = ["keep_known", "scan_slabs"]
+__all__ = ["differing", "keep_known", "scan_slabs"]
 
 _BATCH_SLOTS = 512
 _THREADS = 8  # single pages from all over the disk: its latency is what costs
@@ -56,6 +56,38 @@ def keep_known(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[
             & (records["length"] == file.slot_bytes)
         )
     return records[known]
+
+
+def differing(directory: Path, slabs: Sequence[SlabFile], records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """[n] which RECORD[] are of another block, or of an older one, than the trailer of their slot. O(n) reads."""
+    files = {file.number: file for file in slabs}
+    jobs = [
+        (files[number], np.flatnonzero(records["slab"] == number))
+        for number in np.unique(records["slab"]).tolist()
+    ]
+    wrong = np.zeros(len(records), dtype=np.bool_)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for at, found in pool.map(lambda job: (job[1], _differ(directory, job[0], records[job[1]])), jobs):
+            wrong[at] = found
+    return wrong
+
+
+def _differ(directory: Path, file: SlabFile, records: NDArray[np.void]) -> list[bool]:
+    try:
+        fd = os.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return [True] * len(records)
+    stride = stride_bytes(file.slot_bytes)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        found = []
+        for record in records:
+            trailer = _read(SYSTEM_DISK, fd, int(record["slot"]) * stride + file.slot_bytes)
+            same = trailer is not None and trailer.hash == record["hash"].tobytes()
+            found.append(not (same and trailer is not None and trailer.generation == record["generation"]))
+        return found
+    finally:
+        os.close(fd)
 
 
 def _scan_batch(disk: Disk, directory: Path, file: SlabFile, first: int) -> _Found:

@@ -16,7 +16,7 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.test_commands import run
 from tests.kvstore.daemon.test_nvme import kill_all, read_back, store
 from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
-from tests.support.raw_client import RawClient
+from tests.support.raw_client import SLOT_BYTES, RawClient
 from tiers.nvme.slab import list_slabs
 
 HIT_DRAM, MISS = pb.OUTCOME_HIT_DRAM, pb.OUTCOME_MISS
@@ -218,3 +218,30 @@ def test_the_end_in_order_leaves_a_mark_and_a_kill_none(place: Path) -> None:
     with started(config) as service:
         kill_all(service)
     assert not clean.exists()
+
+
+def test_after_a_kill_the_start_looks_closer(place: Path) -> None:
+    """An index that a kill had left behind named blocks whose slots had others: a read of each found it out."""
+    config = config_of(place)
+    with started(config) as service:
+        one, _ = store(service, range(80))
+        one.close()
+        kill_all(service)
+    slab = list_slabs(place / "nvme")[0]
+    with (place / "nvme" / slab.name).open("r+b") as file:
+        file.seek(3 * (SLOT_BYTES + 4096) + SLOT_BYTES)
+        file.write(bytes(4096))
+    with started(config) as service:
+        assert on_disk(service) == 19
+        assert "blocks not found again" in (place / "kv.log").read_text()
+        assert service.faults() == []
+
+
+def test_after_an_end_in_order_it_does_not(place: Path) -> None:
+    config = config_of(place)
+    filled(config)
+    slab = list_slabs(place / "nvme")[0]
+    with (place / "nvme" / slab.name).open("r+b") as file:
+        file.seek(3 * (SLOT_BYTES + 4096) + SLOT_BYTES)
+        file.write(bytes(4096))
+    assert disk_blocks(config) == 20, "what is damaged is found when it is read"
