@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config import Durability, NvmeThrottle
+from kvstore.daemon.group_sync import Counted, GroupSync
 from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.kept import Kept
 from kvstore.daemon.log import Log
@@ -33,7 +34,7 @@ from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
 from kvstore.layout import Columns, Tier
 from kvstore.mover_link import MoverLink
-from kvstore.moves import MoveKind, MoveStatus
+from kvstore.moves import MoveKind
 from kvstore.wire import mover as wire
 from tiers.nvme.slab import SlabFile
 
@@ -91,12 +92,9 @@ class MoverPath:
         self.outstanding = Outstanding()
         self.hangs = False
         """Whether its disk does not answer."""
-        self._written: list[NDArray[np.uint64]] = []  # ids of writes that are not on the medium yet
-        self._doubted_to = 0  # writes up to this id may have been in the cache when a sync failed
-        self._sync_id = 0
+        self._group = GroupSync(owner.config.durability)
         self._flushing: dict[int, asyncio.Future[None]] = {}
         """Syncs that a flush waits for, by id."""
-        self._syncing: list[NDArray[np.uint64]] = []  # those that the sync under way covers
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
         self.voice = PathVoice(owner, number, opened.directory.path)
         self._slabs = PathSlabs(columns=columns, table=slabs, directory=opened.directory, index=self.index)
@@ -169,7 +167,7 @@ class MoverPath:
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not (len(self.outstanding) or self._written or self._syncing)
+        return not len(self.outstanding) and self._group.idle
 
     @property
     def answers(self) -> bool:
@@ -234,7 +232,7 @@ class MoverPath:
         self.hangs = False
         self.voice.settled("stall")
         self._waiting_moves = None
-        self._written, self._syncing = [], []
+        self._group.lost()
         for waiting in self._flushing.values():
             waiting.set_exception(Unavailable("the mover died"))
         self._flushing.clear()
@@ -427,21 +425,13 @@ class MoverPath:
             self.number, ids, statuses, replies["checksum"].astype(np.uint64)
         )
         is_write = self.outstanding.ended(ids, time.monotonic())
-        waits = is_write & (statuses == MoveStatus.OK)
-        if self._owner.config.durability is not Durability.POWER:
-            waits[:] = False
-        doubted = waits & (ids <= np.uint64(self._doubted_to))
-        statuses[doubted] = MoveStatus.NOT_SYNCED
-        waits &= ~doubted
-        if waits.any():
-            self._written.append(ids[waits])
-        self._done(ids[~waits], statuses[~waits])
+        self._done(self._group.answered(ids, statuses, is_write))
 
-    def _done(self, ids: NDArray[np.uint64], statuses: NDArray[np.uint8]) -> None:
-        if len(ids):
+    def _done(self, counted: Counted) -> None:
+        if len(counted.ids):
             fault("move.reply")
             self._owner.store.moves_done(
-                now_ms=self._owner.now_ms(), path=self.number, ids=ids, statuses=statuses
+                now_ms=self._owner.now_ms(), path=self.number, ids=counted.ids, statuses=counted.statuses
             )
             self.voice.say_health()
             self.index.due()
@@ -449,50 +439,42 @@ class MoverPath:
 
     def _take_synced(self, synced: wire.Synced) -> None:
         waiting = self._flushing.pop(synced.id, None)
-        if waiting is not None:
-            if synced.text:
-                waiting.set_exception(KvstoreError(synced.text))
-            else:
-                waiting.set_result(None)
-            return
-        batch, self._syncing = self._syncing, []
-        if not batch:
-            return
-        ids, status = np.concatenate(batch), MoveStatus.OK
-        if not synced.text:
+        if waiting is not None and synced.text:
+            waiting.set_exception(KvstoreError(synced.text))
+        elif waiting is not None:
+            waiting.set_result(None)
+        if synced.text:
+            counted = self._group.failed(synced.text, self.outstanding.newest)
+            what = self._group.doubt or synced.text
+            self.voice.complain("sync", f"nvme path {self.opened.directory.path}: {what}")
+            self._done(counted)
+        elif waiting is None:
             self.voice.settled("sync")
-        else:
-            self.voice.complain("sync", f"nvme path {self.opened.directory.path}: {synced.text}")
-            # A kernel says once that it could not write a page, and takes it for written from then on: no later sync
-            # makes certain what may have been in its cache.
-            status = MoveStatus.NOT_SYNCED
-            ids = np.concatenate((ids, *self._written))
-            self._written, self._doubted_to = [], self.outstanding.newest
-        self._done(ids, np.full(len(ids), status, dtype=np.uint8))
+            self._done(self._group.went_well())
 
     def _sync_or_commit(self) -> None:
         link = self._working()
-        if link is not None and self._written and not self._syncing:
-            self._syncing, self._written = self._written, []
-            self._sync_id += 1
-            link.send_sync(self._sync_id)
+        if link is not None and (number := self._group.next_sync()) is not None:
+            link.send_sync(number)
         self.index.start()
 
     async def make_durable(self) -> None:
-        """Returns when everything that the store counts as written would survive a power cut.
+        """Returns when everything that the store counts as written survives what it shall (Durability).
 
         Raises KvstoreError where the medium says no, Unavailable while there is no mover.
         """
         link = self._working()
         if link is None:
             raise Unavailable(f"nvme path {self.opened.directory.path} is out of service")
-        if self._owner.config.durability is not Durability.POWER:
-            self._sync_id += 1
+        if self._owner.config.durability is Durability.PROCESS:
+            number = self._group.new_id()
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._flushing[self._sync_id] = done
-            link.send_sync(self._sync_id)
+            self._flushing[number] = done
+            link.send_sync(number)
             self._update_writer()
             await done
+            if self._group.doubt:
+                raise KvstoreError(f"nvme path {self.opened.directory.path}: {self._group.doubt}")
         await self.index.catch_up()
-        if self._owner.config.durability is not Durability.POWER:
+        if self._owner.config.durability is Durability.PROCESS:
             await self.index.flush()
