@@ -1,7 +1,8 @@
 """What the resizer does to one NVMe path: takes extents out with their slabs, deletes files, adds extents.
 
 A slab is deleted by the mover that has it open. The order holds over a kill at any point: first the slab loses its
-extent, then the extent goes, then the file; a file that no extent names is deleted when the path is next settled.
+extent, then the extent goes, then the index forgets it, then the file goes; a file that no extent names is deleted when
+the path is next settled.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class PathResizable:
         """See Resizable."""
         if not self._strays_known:
             await self._find_strays()
+        if self._doomed:  # the index names no slab that is missing: a strict recovery would not start
+            await self._mover.index.catch_up()
         while self._doomed:
             await self._delete(*self._doomed[0])
             del self._doomed[0]
@@ -86,13 +89,14 @@ class PathResizable:
         known = {self._slabs.number(info.extent) for info in self._infos()}
         files = await asyncio.to_thread(self._space.directory.slabs)
         known |= {self._slabs.number(info.extent) for info in self._infos()}  # made meanwhile
-        for file in files:
-            if file.number not in known:
-                _LOG.info("stray slab", path=self._space.directory.path, slab=file.number)
-                self._mover.index.drop_slab(file.number)
-                await asyncio.to_thread(
-                    remove_slab, self._space.directory.path, file, self._space.directory.disk
-                )
+        strays = [file for file in files if file.number not in known]
+        for file in strays:
+            _LOG.info("stray slab", path=self._space.directory.path, slab=file.number)
+            self._mover.index.drop_slab(file.number)
+        if strays:
+            await self._mover.index.catch_up()
+        for file in strays:
+            await asyncio.to_thread(remove_slab, self._space.directory.path, file, self._space.directory.disk)
         self._strays_known = True
 
     def _infos(self) -> list[ExtentInfo]:
