@@ -1,7 +1,7 @@
 """Handlers of a service for grpc, made from the protocol's own description of it.
 
-As the generated code makes them, but for bytes that are no message of their call. grpc ends such a call as UNKNOWN; here
-it is INVALID_ARGUMENT, and in the middle of a stream a `Malformed` comes in the message's place.
+As the generated code makes them, but for bytes that are no message of their call. grpc ends such a call as UNKNOWN;
+here it is INVALID_ARGUMENT, and in the middle of a stream a `Malformed` comes in the message's place.
 """
 
 from __future__ import annotations
