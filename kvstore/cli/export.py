@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,10 @@ import typer
 from kvstore.cli.admin import call_admin, open_client
 from kvstore.cli.namespaces import ask, choose
 from kvstore.cli.progress import showing
-from kvstore.errors import AlreadyExists, KvstoreError
+from kvstore.cli.settings import load_settings
+from kvstore.errors import AlreadyExists, InvalidArgument, KvstoreError
 from kvstore.transfer.export import Exported, export_namespace
+from kvstore.transfer.offline import opened_folders
 from kvstore.units import format_count, format_duration, format_size
 
 __all__ = ["export"]
@@ -29,6 +32,12 @@ def export(
         typer.Option(help="Model, or the first digits of a namespace, as `kvstore namespaces` shows them."),
     ],
     tenant: Annotated[str | None, typer.Option(help="Only namespaces of this tenant.")] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Read the disks of a service that does not run.")
+    ] = False,
+    nvme: Annotated[
+        list[str] | None, typer.Option(help="Its folders; none: those of the configuration. With --offline.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -36,17 +45,31 @@ def export(
     """Export a namespace into a file."""
     if file.exists() and not force:
         raise AlreadyExists(f"{file} exists: choose another name, or overwrite it with --force")
-    info = choose(ask(socket), namespace, tenant)
-    admin = functools.partial(call_admin, socket)
-    with open_client(socket) as client, showing("exporting") as progress:
+    if nvme and not offline:
+        raise InvalidArgument("--nvme names folders of a service that does not run: add --offline")
+    with ExitStack() as stack:
+        folders = nvme or _configured() if offline else []
+        found = stack.enter_context(opened_folders(folders)) if offline else None
+        info = choose(ask(socket) if found is None else found.namespaces(), namespace, tenant)
+        progress = stack.enter_context(showing("exporting"))
+        if found is not None:
+            work = found.export(info, file, progress)
+        else:
+            client = stack.enter_context(open_client(socket))
+            admin = functools.partial(call_admin, socket)
+            work = export_namespace(client, admin, info, file, progress=progress)
         try:
-            done = asyncio.run(export_namespace(client, admin, info, file, progress=progress))
+            done = asyncio.run(work)
         except OSError as error:
             raise KvstoreError(f"cannot write {file}: {error.strerror}") from error
     if as_json:
         print(json.dumps({"file": str(file), "namespace": info.digest.hex(), **asdict(done)}))
     else:
         _show(file, done)
+
+
+def _configured() -> list[str]:
+    return [path.path for path in load_settings().config.serve.nvme]
 
 
 def _show(file: Path, done: Exported) -> None:

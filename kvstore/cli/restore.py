@@ -67,6 +67,7 @@ def _show(header: Header, found: Imported, what: str) -> None:
         (found.known, "were there already"),
         (found.damaged, "are damaged and were left out"),
         (found.no_room, "have no room: the tier that would keep them is full of those before"),
+        (found.put_out, "were put out again by other blocks"),
         (found.not_durable, "are stored in memory and not on disk"),
     ):
         if count:

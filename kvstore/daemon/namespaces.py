@@ -24,7 +24,14 @@ from kvstore.errors import KvstoreError, ResourceExhausted
 from kvstore.identity import KEY_BYTES, namespace_digest, namespace_key
 from tiers.memfd import create_memfd
 
-__all__ = ["NAMESPACES", "KnownNamespace", "Namespaces", "read_beside_slabs", "write_beside_slabs"]
+__all__ = [
+    "NAMESPACES",
+    "KnownNamespace",
+    "Namespaces",
+    "known_namespaces",
+    "read_beside_slabs",
+    "write_beside_slabs",
+]
 
 NAMESPACES = "namespaces"
 """What the keeper calls its descriptor, and the name of the file."""
@@ -67,7 +74,7 @@ class Namespaces:
         self._memory = mmap.mmap(self.fd, _MAX_BYTES)
         for text in (on_disk, _unframed(bytes(self._memory))):  # memory is never older
             if text is not None:
-                self._load(text)
+                self._known |= known_namespaces(text, secret)
         self.unsaved = False
         """Whether the files beside the slabs lack something."""
         self._put(self._pack())
@@ -123,22 +130,25 @@ class Namespaces:
             ]
         ).encode()
 
-    def _load(self, text: bytes) -> None:
-        """Takes what is well-formed; a damaged text is passed over with a line."""
-        try:
-            for told in json.loads(text):
-                parts = {str(tag): bytes.fromhex(value) for tag, value in told["parts"].items()}
-                digest = namespace_digest(parts)
-                key = bytes.fromhex(told["key"]) if "key" in told else namespace_key(digest, self._secret)
-                if len(key) == KEY_BYTES:
-                    self._known[digest] = KnownNamespace(parts=parts, key=key, adopted="key" in told)
-        except (AttributeError, KeyError, KvstoreError, RecursionError, TypeError, ValueError) as error:
-            _LOG.warning("names of namespaces not read", error=error)
-
     def take_unsaved(self) -> bytes:
         """The text for the files, which counts as saved from now on."""
         self.unsaved = False
         return self._pack()
+
+
+def known_namespaces(text: bytes, secret: bytes) -> dict[bytes, KnownNamespace]:
+    """What a text says, by the digest of the parts; a damaged text is passed over from there on, with a line."""
+    known: dict[bytes, KnownNamespace] = {}
+    try:
+        for told in json.loads(text):
+            parts = {str(tag): bytes.fromhex(value) for tag, value in told["parts"].items()}
+            digest = namespace_digest(parts)
+            key = bytes.fromhex(told["key"]) if "key" in told else namespace_key(digest, secret)
+            if len(key) == KEY_BYTES:
+                known[digest] = KnownNamespace(parts=parts, key=key, adopted="key" in told)
+    except (AttributeError, KeyError, KvstoreError, RecursionError, TypeError, ValueError) as error:
+        _LOG.warning("names of namespaces not read", error=error)
+    return known
 
 
 def write_beside_slabs(folders: Sequence[str], text: bytes) -> None:

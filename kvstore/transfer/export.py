@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiofiles
 import numpy as np
@@ -29,7 +29,15 @@ from kvstore.transfer.plan import Planned, handle_of, plan
 from kvstore.transfer.source import Batch, SlabPlace, Source
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["Exported", "export_namespace", "geometry_of", "unfinished"]
+__all__ = [
+    "Exported",
+    "Readable",
+    "Written",
+    "export_namespace",
+    "geometry_of",
+    "unfinished",
+    "write_archive",
+]
 
 _BATCH_BYTES = 16 << 20
 _BATCH_BLOCKS = 4096
@@ -99,15 +107,7 @@ async def export_namespace(
             )
         source = Source(columns, session.dram, slabs, namespace_digest=info.digest, slot_bytes=slot_bytes)
         try:
-            writer = _Writer(file, source, planned, progress)
-            header = Header(
-                parts={part.tag: part.value for part in info.parts},
-                key=info.key,
-                slot_bytes=slot_bytes,
-                planned_blocks=len(planned),
-                created_ms=time.time_ns() // 1_000_000,
-            )
-            done = await writer.write(header)
+            done = await write_archive(info, file, source, planned, slot_bytes, progress)
         finally:
             source.close()
     finally:
@@ -143,26 +143,55 @@ def _sizes(columns: Columns, planned: Planned) -> np.typing.NDArray[np.int64]:
     return sizes
 
 
+class Readable(Protocol):
+    """Where blocks come from."""
+
+    def read(self, planned: Planned) -> Batch:
+        """These blocks, in this order; blocks. One call at a time."""
+        ...
+
+
 @dataclass(slots=True)
-class _Done:
+class Written:
+    """What went into a file, and what did not."""
+
     blocks: int = 0
     gone: int = 0
     hbm_only: int = 0
     file_bytes: int = 0
 
 
+async def write_archive(
+    info: pb.NamespaceInfo,
+    file: Path,
+    source: Readable,
+    planned: Planned,
+    slot_bytes: int,
+    progress: Progress,
+) -> Written:
+    """Writes these blocks of a namespace. Raises OSError."""
+    header = Header(
+        parts={part.tag: part.value for part in info.parts},
+        key=info.key,
+        slot_bytes=slot_bytes,
+        planned_blocks=len(planned),
+        created_ms=time.time_ns() // 1_000_000,
+    )
+    return await _Writer(file, source, planned, progress).write(header)
+
+
 class _Writer:
     """Reads one batch in a thread while the last one is written."""
 
-    def __init__(self, file: Path, source: Source, planned: Planned, progress: Progress) -> None:
+    def __init__(self, file: Path, source: Readable, planned: Planned, progress: Progress) -> None:
         self._file = file
         self._source = source
         self._planned = planned
         self._progress = progress
 
-    async def write(self, header: Header) -> _Done:
+    async def write(self, header: Header) -> Written:
         part = unfinished(self._file)
-        done, digest = _Done(), RunningDigest()
+        done, digest = Written(), RunningDigest()
         async with aiofiles.open(part, "wb", opener=_private) as out, self._batches(header) as batches:
             done.file_bytes += await out.write(pack_header(header))
             async for batch in batches:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.layout import NONE, Columns, State, states
 
-__all__ = ["DIGEST_BYTES", "Planned", "handle_of", "plan"]
+__all__ = ["DIGEST_BYTES", "Planned", "handle_of", "hottest_first", "plan"]
 
 DIGEST_BYTES = 16
 """Of a namespace's digest: two are the same when these are, since storage keeps no more."""
@@ -37,13 +37,17 @@ class Planned:
 
     def part(self, begin: int, end: int) -> Planned:
         """Blocks [begin, end)."""
+        return self.take(slice(begin, end))
+
+    def take(self, which: NDArray[np.intp] | slice) -> Planned:
+        """These blocks, in this order."""
         return Planned(
-            rows=self.rows[begin:end],
-            words=self.words[begin:end],
-            hashes=self.hashes[begin:end],
-            parents=self.parents[begin:end],
-            depths=self.depths[begin:end],
-            touches=self.touches[begin:end],
+            rows=self.rows[which],
+            words=self.words[which],
+            hashes=self.hashes[which],
+            parents=self.parents[which],
+            depths=self.depths[which],
+            touches=self.touches[which],
         )
 
 
@@ -60,18 +64,11 @@ def plan(columns: Columns, handle: int) -> Planned:
     rows = np.flatnonzero(mine).astype(np.uint32)
     words, hashes = columns.state[rows].copy(), columns.hash[rows].copy()
     depths, touches = columns.depth[rows].copy(), columns.touch[rows].copy()
-    parents = _parents(columns, rows, depths)
-    order = np.lexsort((depths, np.iinfo(np.uint64).max - _hottest_below(parents, depths, touches)))
-    known = parents[order] >= 0
-    above = np.where(known[:, None], hashes[np.where(known, parents[order], 0)], np.uint64(0))
-    return Planned(
-        rows=rows[order],
-        words=words[order],
-        hashes=hashes[order],
-        parents=above,
-        depths=depths[order],
-        touches=touches[order],
-    )
+    above = _parents(columns, rows, depths)
+    known = above >= 0
+    parents = np.where(known[:, None], hashes[np.where(known, above, 0)], np.uint64(0))
+    whole = Planned(rows=rows, words=words, hashes=hashes, parents=parents, depths=depths, touches=touches)
+    return whole.take(hottest_first(above, depths, touches))
 
 
 def _parents(columns: Columns, rows: U32, depths: U32) -> NDArray[np.int64]:
@@ -84,6 +81,11 @@ def _parents(columns: Columns, rows: U32, depths: U32) -> NDArray[np.int64]:
     known = parents >= 0
     known[known] = depths[parents[known]] + 1 == depths[known]
     return np.where(known, parents, -1)
+
+
+def hottest_first(parents: NDArray[np.int64], depths: U32, touches: U64) -> NDArray[np.intp]:
+    """Positions of blocks in the order of the module. `parents`: position of each block's parent, -1: none."""
+    return np.lexsort((depths, np.iinfo(np.uint64).max - _hottest_below(parents, depths, touches)))
 
 
 def _hottest_below(parents: NDArray[np.int64], depths: U32, touches: U64) -> U64:

@@ -46,6 +46,7 @@ _BATCH_BYTES = 16 << 20
 _BATCH_BLOCKS = 4096
 _FLUSH_S = 60.0
 _TOUCH_S = 5.0
+_GROWTH_S, _GROWTH_POLL_S = 60.0, 1.0
 _USABLE = 0.9  # of a tier: what is beyond would put out what came first
 
 Progress = Callable[[int, int], None]
@@ -63,6 +64,8 @@ class Imported:
     """Not what was exported, by their checksums."""
     no_room: int = 0
     """Not read: the tier that would keep them is full of blocks before them."""
+    put_out: int = 0
+    """Of those stored, gone again by the end: other blocks needed their room."""
     not_durable: int = 0
     """Stored, and not on disk in time; on a machine without a disk all of them."""
     complete: bool = False
@@ -157,7 +160,7 @@ async def import_file(
     began_s = time.monotonic()
     async with _opened(path) as opened:
         header = opened.header
-        stats = await asyncio.to_thread(client.stats)
+        stats = await _grown(client)
         if stats.paused:
             raise FailedPrecondition("the service is paused by its administrator: nothing is stored")
         await asyncio.to_thread(_adopt_key, admin, header, replace_key)
@@ -208,9 +211,23 @@ class _Room:
         return max(4, min(256, self.dram_bytes // 32 // slot_bytes))
 
 
+async def _grown(client: Client) -> pb.StatsReply:
+    """The service's gauges once its DRAM is all there: it comes in pieces after a start, and evicts until then."""
+    until_s = time.monotonic() + _GROWTH_S
+    before = -1
+    while True:
+        stats = await asyncio.to_thread(client.stats)
+        dram = next(tier for tier in stats.tiers if tier.tier == "dram")
+        now = dram.allocated_bytes
+        if now >= dram.capacity_bytes or now == before or time.monotonic() > until_s:
+            return stats
+        before = now
+        await asyncio.sleep(_GROWTH_POLL_S)
+
+
 def _room(stats: pb.StatsReply) -> _Room:
     tiers = {tier.tier: tier for tier in stats.tiers}
-    disk, dram = tiers["nvme"].capacity_bytes, tiers["dram"].capacity_bytes
+    disk, dram = tiers["nvme"].capacity_bytes, tiers["dram"].allocated_bytes
     if disk:
         return _Room(usable_bytes=int(disk * _USABLE), window_bytes=max(1, dram // 4), dram_bytes=dram)
     return _Room(usable_bytes=int(dram * _USABLE), window_bytes=0, dram_bytes=dram)
@@ -236,11 +253,8 @@ class _Taking:
         found = Imported()
         usable = self._room.usable_bytes // self._header.slot_bytes
         async for batch in opened.batches(_blocks_a_batch(self._header), found):
-            new = (
-                batch
-                if not batch
-                else [block for block, known in zip(batch, self._known(batch), strict=True) if not known]
-            )
+            known = self._known(batch) if batch else []
+            new = [block for block, is_known in zip(batch, known, strict=True) if not is_known]
             found.known += len(batch) - len(new)
             fitting = new[: max(0, usable - found.stored)]
             found.no_room += len(new) - len(fitting)
@@ -248,13 +262,16 @@ class _Taking:
             progress(found.stored + found.known + found.damaged + found.no_room, opened.records)
         await self._flush(found)
         await asyncio.to_thread(self._touch)
+        found.put_out = sum(int(np.count_nonzero(~self._has(hashes))) for hashes in self._taken)
         await opened.judge(found)
         return found
 
     def _known(self, batch: list[_Block]) -> NDArray[np.bool_]:
         """[n] blocks that some tier has. A hint: what is sealed twice is refused by the service."""
+        return self._has(_hashes(batch))
+
+    def _has(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
         tables = self._session.tables.tables
-        hashes = np.frombuffer(b"".join(block.head.hash for block in batch), dtype="<u8").reshape(-1, 2)
         rows = tables.index.find(hashes)
         there = rows < tables.columns.shape.max_rows
         safe = np.where(there, rows, 0)
@@ -271,8 +288,7 @@ class _Taking:
     async def _store(self, blocks: list[_Block], found: Imported) -> None:
         if not blocks:
             return
-        packed = b"".join(block.head.hash for block in blocks)
-        self._taken.append(np.frombuffer(packed, dtype="<u8").reshape(-1, 2))
+        self._taken.append(_hashes(blocks))
         pairs = [(block.head, block.payload) for block in blocks]
         sealed = await asyncio.to_thread(self._sealer.seal, pairs)
         found.stored += sealed
@@ -293,3 +309,8 @@ class _Taking:
                 return
             found.not_durable = int(reply.pending_blocks)
             self._unflushed = 0
+
+
+def _hashes(blocks: list[_Block]) -> NDArray[np.uint64]:
+    """[n, 2]"""
+    return np.frombuffer(b"".join(block.head.hash for block in blocks), dtype="<u8").reshape(-1, 2)

@@ -26,7 +26,7 @@ from kvstore.transfer.plan import DIGEST_BYTES, Planned
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, checksum, read_trailer
 
-__all__ = ["Batch", "SlabPlace", "Source"]
+__all__ = ["Batch", "SlabPlace", "SlabReader", "Source", "pack_blocks"]
 
 _MAX_OPEN_SLABS = 64
 
@@ -73,10 +73,8 @@ class Source:
         self._columns = columns
         self._dram = dram
         self._slabs = slabs
-        self._ns_digest = namespace_digest[:DIGEST_BYTES]
         self._slot_bytes = slot_bytes
-        self._page = mmap.mmap(-1, slot_bytes + TRAILER_BYTES)  # aligned, as O_DIRECT wants it
-        self._files: dict[Path, int] = {}
+        self._reader = SlabReader(namespace_digest, slot_bytes)
 
     def read(self, planned: Planned) -> Batch:
         """These blocks, in this order."""
@@ -87,30 +85,11 @@ class Source:
         there = self._columns.state[planned.rows] == planned.words
         elsewhere = (self._columns.dram[planned.rows] != NONE) | (self._columns.nvme[planned.rows] != NONE)
         hbm_only = int(np.count_nonzero(~good & there & ~elsewhere))
-        heads: list[bytes] = []
-        packed = memoryview(bytearray(int(good.sum()) * (HEAD_BYTES + self._slot_bytes)))
-        for at in np.flatnonzero(good).tolist():
-            head = pack_head(
-                BlockHead(
-                    hash=planned.hashes[at].tobytes(),
-                    parent=planned.parents[at].tobytes(),
-                    depth=int(planned.depths[at]),
-                    touch=int(planned.touches[at]),
-                    checksum=payload_checksum(payloads[at].data),
-                )
-            )
-            begin = len(heads) * (HEAD_BYTES + self._slot_bytes)
-            packed[begin : begin + HEAD_BYTES] = head
-            packed[begin + HEAD_BYTES : begin + HEAD_BYTES + self._slot_bytes] = payloads[at].data
-            heads.append(head)
-        return Batch(packed=packed, heads=heads, gone=len(planned) - len(heads) - hbm_only, hbm_only=hbm_only)
+        return pack_blocks(planned, payloads, good, hbm_only)
 
     def close(self) -> None:
         """Closes files."""
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
-        self._page.close()
+        self._reader.close()
 
     # -- DRAM
 
@@ -161,16 +140,37 @@ class Source:
         place = self._slabs.get(extent)
         if place is None or place.slot_bytes != self._slot_bytes:
             return False
-        offset = (slot - int(self._columns.extent_slot_base[extent])) * stride_bytes(self._slot_bytes)
+        within = slot - int(self._columns.extent_slot_base[extent])
+        return self._reader.read(place, within, planned.hashes[at].tobytes(), payload)
+
+
+class SlabReader:
+    """Reads blocks of one namespace and size out of slab files, and believes their trailers alone."""
+
+    def __init__(self, namespace_digest: bytes, slot_bytes: int) -> None:
+        self._ns_digest = namespace_digest[:DIGEST_BYTES]
+        self._slot_bytes = slot_bytes
+        self._page = mmap.mmap(-1, slot_bytes + TRAILER_BYTES)  # aligned, as O_DIRECT wants it
+        self._files: dict[Path, int] = {}
+
+    def read(self, place: SlabPlace, slot: int, block: bytes, payload: NDArray[np.uint8]) -> bool:
+        """Whether this slot of a slab has the block with this hash; then its bytes are in `payload`."""
         try:
-            count = os.preadv(self._open(place.path), [self._page], offset)
+            fd = self._open(place.path)
+            count = os.preadv(fd, [self._page], slot * stride_bytes(self._slot_bytes))
         except (OSError, OverflowError):
             return False
         if count != len(self._page):
             return False
-        whole = memoryview(self._page)
-        with whole:
-            return self._proved(planned.hashes[at].tobytes(), whole, payload)
+        with memoryview(self._page) as whole:
+            return self._proved(block, whole, payload)
+
+    def close(self) -> None:
+        """Closes files."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+        self._page.close()
 
     def _proved(self, block: bytes, whole: memoryview, payload: NDArray[np.uint8]) -> bool:
         trailer = read_trailer(whole[self._slot_bytes :])
@@ -188,6 +188,30 @@ class Source:
                 os.close(self._files.pop(next(iter(self._files))))
             fd = self._files[path] = _open_past_the_cache(path)
         return fd
+
+
+def pack_blocks(
+    planned: Planned, payloads: NDArray[np.uint8], good: NDArray[np.bool_], hbm_only: int
+) -> Batch:
+    """Those of the blocks that are `good`, with their payloads [n, slot_bytes], as they stand in the file."""
+    slot_bytes = payloads.shape[1]
+    heads: list[bytes] = []
+    packed = memoryview(bytearray(int(good.sum()) * (HEAD_BYTES + slot_bytes)))
+    for at in np.flatnonzero(good).tolist():
+        head = pack_head(
+            BlockHead(
+                hash=planned.hashes[at].tobytes(),
+                parent=planned.parents[at].tobytes(),
+                depth=int(planned.depths[at]),
+                touch=int(planned.touches[at]),
+                checksum=payload_checksum(payloads[at].data),
+            )
+        )
+        begin = len(heads) * (HEAD_BYTES + slot_bytes)
+        packed[begin : begin + HEAD_BYTES] = head
+        packed[begin + HEAD_BYTES : begin + HEAD_BYTES + slot_bytes] = payloads[at].data
+        heads.append(head)
+    return Batch(packed=packed, heads=heads, gone=len(planned) - len(heads) - hbm_only, hbm_only=hbm_only)
 
 
 def _open_past_the_cache(path: Path) -> int:

@@ -286,6 +286,7 @@ def test_a_daemon_that_dies_in_the_middle_costs_no_block(place: Path) -> None:
         found = imported(service, file, progress=kill)
         assert killed
         assert (found.stored + found.known, found.damaged, found.complete) == (blocks, 0, True)
+        assert found.put_out == 0
         with engine(service, parts()) as two:
             assert two.served(hashes) == blocks
         assert service.faults() == []
