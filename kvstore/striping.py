@@ -1,11 +1,13 @@
 """How loaded a path is: what it has been given, and how fast its disk gets through it. Pure: the time is an argument.
 
 Writes go to whichever path would be through with them first, so a fast disk gets more than a slow one, and one that
-also reads, or does not answer, gets less. Each has only so much ahead as it does in half a second: what a disk holds
-is DRAM that cannot be used for anything else.
+also reads, or does not answer, gets less; of those that are about alike, to the one that was given least. Each has
+only so much ahead as it does in half a second: what a disk holds is DRAM that cannot be used for anything else.
 """
 
 from __future__ import annotations
+
+import math
 
 from kvstore.units import GIB, MIB
 
@@ -19,12 +21,14 @@ _WEIGHT = 0.3  # of a new sample
 _AHEAD_S = 0.5
 _LEAST_AHEAD_BYTES = 32 * MIB
 _MOST_AHEAD_BYTES = GIB
+_ALIKE = 1.5  # times within this factor of each other, more or less, count as the same
+_SHORTEST_S = 1e-4
 
 
 class PathLoad:
     """One path, reads and writes together."""
 
-    __slots__ = ("_answered_s", "_busy_s", "_done_bytes", "_rate", "outstanding_bytes")
+    __slots__ = ("_answered_s", "_busy_s", "_done_bytes", "_given_bytes", "_rate", "outstanding_bytes")
 
     def __init__(self) -> None:
         self.outstanding_bytes = 0
@@ -33,6 +37,7 @@ class PathLoad:
         self._answered_s = 0.0
         self._busy_s = 0.0
         self._done_bytes = 0
+        self._given_bytes = 0
 
     @property
     def rate(self) -> float:
@@ -42,13 +47,16 @@ class PathLoad:
     @property
     def ahead_bytes(self) -> int:
         """The most that should be outstanding in writes."""
-        return int(min(max(self.rate * _AHEAD_S, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES))
+        if not self._rate:
+            return STRIPE_BYTES
+        return int(min(max(self._rate * _AHEAD_S, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES))
 
     def began(self, nbytes: int, now_s: float) -> None:
         """Moves of so many bytes were given to the path."""
         if not self.outstanding_bytes:
             self._answered_s = now_s
         self.outstanding_bytes += nbytes
+        self._given_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float) -> None:
         """Moves of so many bytes were answered, however."""
@@ -66,8 +74,11 @@ class PathLoad:
         self.outstanding_bytes = 0
         self._busy_s, self._done_bytes = 0.0, 0
 
-    def wait_s(self, now_s: float) -> float:
-        """Seconds until the path would be through with what it has; for one that does not answer, since when."""
-        if not self.outstanding_bytes:
-            return 0.0
-        return max(self.outstanding_bytes / self.rate, now_s - self._answered_s)
+    def through_s(self, now_s: float) -> float:
+        """Seconds until it would be through with what it has and a stripe more, or since when it does not answer."""
+        wait_s = (self.outstanding_bytes + STRIPE_BYTES) / self.rate
+        return max(wait_s, now_s - self._answered_s) if self.outstanding_bytes else wait_s
+
+    def order(self, now_s: float) -> tuple[int, int]:
+        """Of several paths the one with the least of these gets the next writes."""
+        return round(math.log(max(self.through_s(now_s), _SHORTEST_S), _ALIKE)), self._given_bytes

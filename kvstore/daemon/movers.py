@@ -302,7 +302,7 @@ class Movers:
             path.pump()
         while paths:
             now_s = time.monotonic()
-            path = min(paths, key=lambda path: path.outstanding.load.wait_s(now_s))
+            path = min(paths, key=lambda path: path.outstanding.load.order(now_s))
             ahead = path.outstanding
             if not path.pump(min(ahead.stripe, ahead.write_room)):
                 paths.remove(

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.config import NvmePath
 from kvstore.units import MIB
 from kvstore.wire.packed import COPY, u32_of
 from kvstore.wire.v1 import health_pb2, health_pb2_grpc
@@ -289,3 +290,28 @@ def test_no_room_for_a_first_slab_pauses_the_path_until_there_is(folder: Path) -
         wait_for("all of it on disk", lambda: service.tier("nvme").sealed_slots == BLOCKS)
         assert service.faults() == []
         rig.one.close()
+
+
+def test_a_slow_disk_is_given_less_and_slows_nobody(folder: Path) -> None:
+    """Writes were given to whichever path was first in the configuration, or in turns, slow or not."""
+    place = folder / "two"
+    place.mkdir()
+    faults = place / "faults"
+    faults.write_text("slow write slow=0.25")
+    paths = tuple(NvmePath(path=str(place / name), capacity_bytes=64 * MIB) for name in ("slow", "fast"))
+    config = replace(small_config(place), nvme=paths)
+    with started(config, environ={"KVSTORE_DISK_FAULTS": str(faults)}) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        for number in range(8):  # what the disks can do is not known before
+            store(one, f"first {number}")
+        wait_for("these", lambda: service.tier("nvme").sealed_slots == 8 * BLOCKS)
+        before = [path.accepted_bytes for path in service.stats().paths]
+        assert all(before)
+        for number in range(30):
+            store(one, f"prompt {number}")
+        wait_for("all of it", lambda: service.tier("nvme").sealed_slots == 38 * BLOCKS)
+        after = [path.accepted_bytes for path in service.stats().paths]
+        slow, fast = (then - now for now, then in zip(before, after, strict=True))
+        assert fast > 3 * slow
+        assert service.faults() == []
+        one.close()

@@ -49,7 +49,7 @@ def test_writes_leave_places_to_reads() -> None:
 
 def test_a_slow_disk_is_given_half_a_second_of_its_work() -> None:
     load = PathLoad()
-    assert load.ahead_bytes == GIB // 2, "before anything is known"
+    assert load.ahead_bytes == 8 * MIB, "before anything is known"
     load.began(100 * MIB, 0.0)
     for tenth in range(1, 11):
         load.ended(10 * MIB, tenth / 10)
@@ -63,10 +63,22 @@ def test_a_slow_disk_is_given_half_a_second_of_its_work() -> None:
 def test_who_does_not_answer_is_more_loaded_every_second() -> None:
     load = PathLoad()
     load.began(MIB, 10.0)
-    assert load.wait_s(10.0) < 0.1
-    assert load.wait_s(14.0) == 4.0
+    assert load.through_s(10.0) < 0.1
+    assert load.through_s(14.0) == 4.0
     load.lost()
-    assert load.wait_s(15.0) == 0.0
+    assert load.through_s(15.0) < 0.1
+
+
+def test_of_disks_that_are_alike_the_one_that_was_given_least_is_next() -> None:
+    """The first of two idle disks got every block, and reads came from that one alone."""
+    one, two = PathLoad(), PathLoad()
+    for load, rate in ((one, 100 * MIB), (two, 104 * MIB)):
+        load.began(rate, 0.0)
+        load.ended(rate, 1.0)
+    assert one.order(1.0) < two.order(1.0)
+    one.began(8 * MIB, 1.0)
+    one.ended(8 * MIB, 1.08)
+    assert two.order(1.1) < one.order(1.1)
 
 
 def test_a_disk_that_is_held_back_is_not_taken_for_one_that_hangs() -> None:
