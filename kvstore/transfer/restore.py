@@ -253,8 +253,8 @@ class _Taking:
         found = Imported()
         usable = self._room.usable_bytes // self._header.slot_bytes
         async for batch in opened.batches(_blocks_a_batch(self._header), found):
-            known = self._known(batch) if batch else []
-            new = [block for block, is_known in zip(batch, known, strict=True) if not is_known]
+            known = self._known(batch).tolist() if batch else []
+            new = [block for block, there in zip(batch, known, strict=True) if not there]
             found.known += len(batch) - len(new)
             fitting = new[: max(0, usable - found.stored)]
             found.no_room += len(new) - len(fitting)
