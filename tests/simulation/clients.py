@@ -1,32 +1,35 @@
 """Engines of the simulated machine: what they hold, what they do next, and what they were given that was wrong.
 
-An engine without HBM of its own fills DRAM slots, seals them, reads hits in place and lets go. It lives through
-deaths of the daemon and resumes with what it holds; its memory is gone when everything dies.
+One without HBM of its own fills DRAM slots, seals them and reads hits in place. One with HBM fills and seals there,
+copies down into room and copies hits up. All of them live through deaths of the daemon and resume with what they hold;
+memory is gone when everything dies.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.errors import KvstoreError
-from kvstore.layout import NONE, Tier
-from kvstore.moves import Outcome, SealOutcome
+from kvstore.layout import Tier
+from kvstore.moves import Grant, Outcome, SealOutcome
 from kvstore.wire.packed import COPY, SEAL
 from tests.simulation.machine import SLOT_BYTES, Machine, Wrong
 from tests.simulation.oracle import Key, address, key_of, payload
 
 NAMESPACES, CHAINS, BLOCKS = 2, 5, 12
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
+_NO_SEALS, _NO_COPIES = np.empty(0, dtype=SEAL), np.empty(0, dtype=COPY)
 _GARBAGE = b"\xa5" * SLOT_BYTES
+_TIERS = (Tier.HBM, Tier.DRAM)
+Slot = tuple[Tier, int]
 
 
 @dataclass
 class Held:
-    """A DRAM slot that a client holds."""
+    """A slot that a client holds."""
 
     generation: int
     key: Key | None = None
@@ -41,8 +44,15 @@ class Client:
     namespace: int
     which: int
     """Namespace in the world's counting."""
-    held: dict[int, Held] = field(default_factory=dict)
+    device: int | None
+    held: dict[Slot, Held] = field(default_factory=dict)
     seen: int = 0
+
+    def slots(self, tier: Tier, *, filled: bool) -> list[int]:
+        """Its slots of a tier that hold a block, or that it may fill."""
+        return [
+            slot for (of, slot), held in self.held.items() if of is tier and (held.key is not None) is filled
+        ]
 
 
 def chains() -> np.ndarray:
@@ -53,7 +63,7 @@ def chains() -> np.ndarray:
 
 
 class Clients:
-    """All engines. Every method of `moves` is one thing that an engine does."""
+    """All engines; `act` lets one of them do something."""
 
     def __init__(self, machine: Machine, *, most: int = 3) -> None:
         self.machine = machine
@@ -61,7 +71,7 @@ class Clients:
         self.hashes = chains()
         self.all: dict[int, Client] = {}
         self.sealed: Callable[[Key], None] = lambda key: None
-        """Told of every block that was published."""
+        """Told of every block that is about to be published."""
         self._most = most
         self._grant = 1
         self._lease = 1
@@ -75,77 +85,49 @@ class Clients:
             self.attach()
             return
         client = self.rng.choice(list(self.all.values()))
-        act = self.rng.choices(
-            (self.fill, self.acquire, self.release, self.prefetch, self.cancel, self.leave),
-            (8, 5, 6, 2, 1, 0.3),
-        )[0]
-        act(client)
+        acts = (self.fill, self.acquire, self.copy_down, self.release, self.prefetch, self.cancel, self.leave)
+        weights = (8, 5, 0, 6, 2, 1, 0.3) if client.device is None else (2, 6, 5, 6, 2, 1, 0.3)
+        self.rng.choices(acts, weights)[0](client)
 
     def attach(self) -> None:
         """A new engine."""
         self._tokens += 1
         store = self.machine.life.store
         which = self.rng.randrange(NAMESPACES)
+        device = 0 if self.machine.shape.hbm_slots and self.rng.random() < 0.4 else None
         session = store.attach(
-            now_ms=self.machine.life.owner.now_ms(),
+            now_ms=self._now_ms(),
             name="sim",
             token_digest=self._tokens.to_bytes(16, "little"),
-            device=None,
+            device=device,
             slot_bytes=SLOT_BYTES,
             members=1,
         )
         store.activate(session)
         namespace = store.open_namespace(session, bytes([which + 1]) * 32)
-        self.all[session] = Client(id=session, namespace=namespace, which=which)
-        self.machine.note(f"session {session} attaches for namespace {which}")
+        self.all[session] = Client(id=session, namespace=namespace, which=which, device=device)
+        self.machine.note(f"session {session} attaches for namespace {which}, device {device}")
 
     def fill(self, client: Client) -> None:
-        """Takes room for some blocks of a chain, writes them and seals them."""
+        """Takes slots ahead for some blocks of a chain, writes the blocks and seals them."""
         chain = self.rng.randrange(CHAINS)
         first = self.rng.choice((0, 0, 0, self.rng.randrange(BLOCKS)))
         count = self.rng.randrange(1, BLOCKS - first + 1)
-        room = [slot for slot, held in client.held.items() if held.key is None]
-        self._step(client, want_room=max(0, count - len(room)))
-        self._grant += 1
-        slots = self.machine.life.store.top_up(client.id, self._grant)
-        if slots is not None:
-            client.seen = self._grant
-            for slot, generation in zip(
-                slots.dram_slots.tolist(), slots.dram_generations.tolist(), strict=True
-            ):
-                self._own(client, slot, generation)
-                room.append(slot)
-        blocks = self.hashes[client.which, chain, first : first + min(count, len(room))]
-        if not len(blocks):
-            return
-        seals = np.zeros(len(blocks), dtype=SEAL)
-        for at, (slot, words) in enumerate(zip(room, blocks, strict=False)):
-            self._write(slot, payload(key_of(words)))
-            depth = first + at
-            seals[at]["slot"], seals[at]["generation"] = slot, client.held[slot].generation
-            seals[at]["namespace"], seals[at]["depth"], seals[at]["hash"] = client.namespace, depth, words
-            if depth:
-                seals[at]["parent"] = self.hashes[client.which, chain, depth - 1]
-            client.held[slot].key = key_of(words)  # said, perhaps unanswered: never written again
-            self.sealed(key_of(words))
-        outcomes = self._step(client, seals=seals).tolist()
-        for slot, outcome in zip(room, outcomes, strict=False):
-            if outcome == SealOutcome.STALE:
-                raise Wrong(f"a seal of slot {slot} is stale")
-            if outcome != SealOutcome.PUBLISHED:
-                client.held[slot].key = None
-        self.machine.note(
-            f"session {client.id} seals {len(blocks)} of chain {client.which}.{chain} from {first}"
-        )
+        tier = Tier.DRAM if client.device is None else Tier.HBM
+        self._take_ahead(client, tier, count)
+        room = client.slots(tier, filled=False)[:count]
+        if room:
+            blocks = self.hashes[client.which, chain, first : first + len(room)]
+            self._seal(client, chain, first, [(tier, slot) for slot in room], blocks)
 
     def acquire(self, client: Client) -> None:
-        """Asks for a chain and reads what it is given."""
+        """Asks for a chain and reads what it is given; with HBM, also loads hits and fills what is missing."""
         chain = self.rng.randrange(CHAINS)
         hashes = self.hashes[client.which, chain, : self.rng.randrange(1, BLOCKS + 1)]
         self._grant += 1
         self._lease += 1
         grant = self.machine.life.store.acquire(
-            now_ms=self.machine.life.owner.now_ms(),
+            now_ms=self._now_ms(),
             session=client.id,
             namespace=client.namespace,
             lease=self._lease,
@@ -156,26 +138,54 @@ class Clients:
             grant_id=self._grant,
         )
         client.seen = self._grant
-        hits = 0
-        for at, outcome in enumerate(grant.outcomes.tolist()):
-            if outcome == Outcome.HIT_DRAM:
-                slot, key = int(grant.dram_slots[at]), key_of(hashes[at])
-                self.serve(slot, key)
-                client.held[slot] = Held(int(grant.dram_generations[at]), key)
-                hits += 1
-        self.machine.counts["served"] += hits
+        loads, fills = self._take_grant(client, grant, hashes)
         self.machine.life.owner.settle_soon()
+        if loads:
+            self._copy(client, loads)
+        if fills and self.rng.random() < 0.8:
+            count = self.rng.randrange(1, len(fills) + 1)
+            first = fills[0][0]
+            slots: list[Slot] = [(Tier.HBM, slot) for _, slot in fills[:count]]
+            self._seal(client, chain, first, slots, hashes[first : first + count])
 
-    def serve(self, slot: int, key: Key) -> None:
-        """A block is given to an engine. Raises Wrong where it is not that block."""
-        extent, at = address(self.machine.life, Tier.DRAM, slot)
-        if bytes(self.machine.dram[extent][at : at + SLOT_BYTES]) != payload(key):
-            raise Wrong(f"slot {slot} was served as block {key} with other bytes")
+    def _take_grant(
+        self, client: Client, grant: Grant, hashes: np.ndarray
+    ) -> tuple[list[tuple[Slot, Slot]], list[tuple[int, int]]]:
+        """What is to be loaded (from, to), and what is to be filled (position, HBM slot), without a gap."""
+        loads: list[tuple[Slot, Slot]] = []
+        fills: list[tuple[int, int]] = []
+        for at, outcome in enumerate(grant.outcomes.tolist()):
+            key = key_of(hashes[at])
+            hbm, dram = int(grant.hbm_slots[at]), int(grant.dram_slots[at])
+            if outcome == Outcome.HIT_HBM:
+                self._serve(client, (Tier.HBM, hbm), int(grant.hbm_generations[at]), key)
+            elif outcome == Outcome.HIT_DRAM:
+                self._serve(client, (Tier.DRAM, dram), int(grant.dram_generations[at]), key)
+                if client.device is not None:
+                    self._own(client, (Tier.HBM, hbm), int(grant.hbm_generations[at]))
+                    loads.append(((Tier.DRAM, dram), (Tier.HBM, hbm)))
+            elif outcome == Outcome.MISS and client.device is not None:
+                self._own(client, (Tier.HBM, hbm), int(grant.hbm_generations[at]))
+                fills.append((at, hbm))
+        return loads, fills
+
+    def copy_down(self, client: Client) -> None:
+        """Copies some of its blocks from HBM into room."""
+        filled = client.slots(Tier.HBM, filled=True)
+        if not filled:
+            return
+        self._take_ahead(client, Tier.DRAM, self.rng.randrange(1, 6))
+        room = client.slots(Tier.DRAM, filled=False)
+        pairs: list[tuple[Slot, Slot]] = [
+            ((Tier.HBM, hbm), (Tier.DRAM, dram)) for hbm, dram in zip(filled, room, strict=False)
+        ]
+        if pairs:
+            self._copy(client, pairs)
 
     def release(self, client: Client) -> None:
         """Lets go of some of what it holds, also of what it was filling."""
         slots = self.rng.sample(sorted(client.held), self.rng.randrange(len(client.held) + 1))
-        self._step(client, released=np.array(slots, dtype=np.uint32))
+        self._step(client, released=slots)
         for slot in slots:
             del client.held[slot]
 
@@ -183,7 +193,7 @@ class Clients:
         """Has a chain brought up."""
         self._lease += 1
         self.machine.life.store.prefetch(
-            now_ms=self.machine.life.owner.now_ms(),
+            now_ms=self._now_ms(),
             session=client.id,
             namespace=client.namespace,
             lease=self._lease,
@@ -198,7 +208,7 @@ class Clients:
 
     def leave(self, client: Client) -> None:
         """Its process ends."""
-        self.machine.life.store.dead(client.id, self.machine.life.owner.now_ms())
+        self.machine.life.store.dead(client.id, self._now_ms())
         del self.all[client.id]
         self.machine.life.owner.settle_soon()
 
@@ -213,27 +223,32 @@ class Clients:
                 del self.all[client.id]
                 continue
             self._forget_lost(client)
-            slots = sorted(client.held)
+            stated = {tier: self._stated(client, tier) for tier in _TIERS}
             store.resume(
-                now_ms=self.machine.life.owner.now_ms(),
+                now_ms=self._now_ms(),
                 session=client.id,
-                hbm_slots=_NO_SLOTS,
-                hbm_gens=_NO_SLOTS,
-                dram_slots=np.array(slots, dtype=np.uint32),
-                dram_gens=np.array([client.held[slot].generation for slot in slots], dtype=np.uint32),
+                hbm_slots=stated[Tier.HBM][0],
+                hbm_gens=stated[Tier.HBM][1],
+                dram_slots=stated[Tier.DRAM][0],
+                dram_gens=stated[Tier.DRAM][1],
             )
             client.namespace = store.open_namespace(client.id, bytes([client.which + 1]) * 32)
             client.seen = self._grant
         for session in alive - set(self.all):
-            store.dead(session, self.machine.now_ms())
+            store.dead(session, self._now_ms())
+
+    def _stated(self, client: Client, tier: Tier) -> tuple[np.ndarray, np.ndarray]:
+        held = [(slot, held.generation) for (of, slot), held in sorted(client.held.items()) if of is tier]
+        packed = np.array(held, dtype=np.uint32).reshape(-1, 2)
+        return packed[:, 0].copy(), packed[:, 1].copy()
 
     def _forget_lost(self, client: Client) -> None:
         """What it was letting go of when the daemon died may be gone."""
-        pool = self.machine.life.store._state.dram
-        for slot, held in list(client.held.items()):
+        for (tier, slot), held in list(client.held.items()):
+            pool = self.machine.life.store._state.pool(tier)
             has = int(pool.holders[slot]) >> client.id & 1
             if not has or int(pool.generations(np.array([slot], dtype=np.uint32))[0]) != held.generation:
-                del client.held[slot]
+                del client.held[tier, slot]
 
     def vanish(self) -> None:
         """Everything died."""
@@ -241,17 +256,94 @@ class Clients:
 
     def check(self) -> None:
         """Each holds in the tables what it believes, and what it was given has its bytes still."""
-        pool = self.machine.life.store._state.dram
         for client in self.all.values():
-            for slot, held in client.held.items():
-                if not int(pool.holders[slot]) >> client.id & 1:
-                    raise Wrong(f"session {client.id} lost slot {slot}")
+            for (tier, slot), held in client.held.items():
+                if not int(self.machine.life.store._state.pool(tier).holders[slot]) >> client.id & 1:
+                    raise Wrong(f"session {client.id} lost {tier.name} slot {slot}")
                 if held.key is not None:
-                    self.serve(slot, held.key)
+                    self._compare((tier, slot), held.key)
 
     # ------------------------------------------------------------ inside
 
-    def _own(self, client: Client, slot: int, generation: int) -> None:
+    def _now_ms(self) -> int:
+        return self.machine.life.owner.now_ms()
+
+    def _take_ahead(self, client: Client, tier: Tier, count: int) -> None:
+        """Asks for slots to fill, as far as it has none."""
+        wanted = max(0, count - len(client.slots(tier, filled=False)))
+        if tier is Tier.HBM:
+            self._step(client, want_slots=wanted)
+        else:
+            self._step(client, want_room=wanted)
+        self._grant += 1
+        given = self.machine.life.store.top_up(client.id, self._grant)
+        if given is None:
+            return
+        client.seen = self._grant
+        for of, slots, generations in (
+            (Tier.HBM, given.hbm_slots, given.hbm_generations),
+            (Tier.DRAM, given.dram_slots, given.dram_generations),
+        ):
+            for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+                self._own(client, (of, slot), generation)
+
+    def _seal(
+        self, client: Client, chain: int, first: int, slots: Sequence[Slot], blocks: np.ndarray
+    ) -> None:
+        """Writes blocks, which follow each other in the chain, and says that they are complete."""
+        seals = np.zeros(len(slots), dtype=SEAL)
+        for at, (slot, words) in enumerate(zip(slots, blocks, strict=True)):
+            depth = first + at
+            self._write(slot, payload(key_of(words)))
+            seals[at]["slot"], seals[at]["generation"] = slot[1], client.held[slot].generation
+            seals[at]["namespace"], seals[at]["depth"], seals[at]["hash"] = client.namespace, depth, words
+            if depth:
+                seals[at]["parent"] = self.hashes[client.which, chain, depth - 1]
+            client.held[slot].key = key_of(words)  # said, perhaps unanswered: never written again
+            self.sealed(key_of(words))
+        outcomes = self._step(client, seals=seals).tolist()
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if outcome == SealOutcome.STALE:
+                raise Wrong(f"a seal of slot {slot} is stale")
+            if outcome != SealOutcome.PUBLISHED:
+                client.held[slot].key = None
+        self.machine.note(
+            f"session {client.id} seals {len(slots)} of chain {client.which}.{chain} from {first}"
+        )
+
+    def _copy(self, client: Client, pairs: Sequence[tuple[Slot, Slot]]) -> None:
+        """Copies blocks between HBM and DRAM, all in one direction, and reports it."""
+        copies = np.zeros(len(pairs), dtype=COPY)
+        for at, (source, target) in enumerate(pairs):
+            key = client.held[source].key
+            assert key is not None
+            self._write(target, self._read(source))
+            copies[at] = (
+                *(source[1], client.held[source].generation),
+                *(target[1], client.held[target].generation),
+            )
+            client.held[target].key = key
+        if pairs[0][1][0] is Tier.HBM:
+            self._step(client, loads=copies)
+        else:
+            for source, _ in pairs:
+                key = client.held[source].key
+                assert key is not None
+                self.sealed(key)
+            self._step(client, stores=copies)
+        self.machine.note(f"session {client.id} copies {len(pairs)} to {pairs[0][1][0].name}")
+
+    def _serve(self, client: Client, slot: Slot, generation: int, key: Key) -> None:
+        """A block is given to an engine."""
+        self._compare(slot, key)
+        client.held[slot] = Held(generation, key)
+        self.machine.counts["served"] += 1
+
+    def _compare(self, slot: Slot, key: Key) -> None:
+        if self._read(slot) != payload(key):
+            raise Wrong(f"{slot[0].name} slot {slot[1]} was served as block {key} with other bytes")
+
+    def _own(self, client: Client, slot: Slot, generation: int) -> None:
         """A slot to fill is nobody else's; garbage is in it at once."""
         for other in self.all.values():
             if slot in other.held:
@@ -259,32 +351,42 @@ class Clients:
         client.held[slot] = Held(generation)
         self._write(slot, _GARBAGE)
 
-    def _write(self, slot: int, data: bytes) -> None:
-        extent, at = address(self.machine.life, Tier.DRAM, slot)
-        self.machine.dram[extent][at : at + SLOT_BYTES] = data
+    def _read(self, slot: Slot) -> bytes:
+        extent, at = address(self.machine.life, *slot)
+        return bytes(self.machine.memory(slot[0])[extent][at : at + SLOT_BYTES])
+
+    def _write(self, slot: Slot, data: bytes) -> None:
+        extent, at = address(self.machine.life, *slot)
+        self.machine.memory(slot[0])[extent][at : at + SLOT_BYTES] = data
 
     def _step(
         self,
         client: Client,
         *,
-        seals: np.ndarray | None = None,
-        released: np.ndarray = _NO_SLOTS,
+        seals: np.ndarray = _NO_SEALS,
+        loads: np.ndarray = _NO_COPIES,
+        stores: np.ndarray = _NO_COPIES,
+        released: Sequence[Slot] = (),
+        want_slots: int = 0,
         want_room: int = 0,
     ) -> np.ndarray:
+        gone = {
+            tier: np.array([slot for of, slot in released if of is tier], dtype=np.uint32) for tier in _TIERS
+        }
         answer = self.machine.life.store.step(
-            now_ms=self.machine.life.owner.now_ms(),
+            now_ms=self._now_ms(),
             session=client.id,
-            seals=np.empty(0, dtype=SEAL) if seals is None else seals,
-            loads=np.empty(0, dtype=COPY),
-            stores=np.empty(0, dtype=COPY),
-            released_hbm=_NO_SLOTS,
-            released_dram=released,
+            seals=seals,
+            loads=loads,
+            stores=stores,
+            released_hbm=gone[Tier.HBM],
+            released_dram=gone[Tier.DRAM],
             seen=client.seen,
-            want_slots=0,
+            want_slots=want_slots,
             want_room=want_room,
         )
         self.machine.life.owner.settle_soon()
         return answer.seal_outcomes
 
 
-__all__ = ["BLOCKS", "CHAINS", "NAMESPACES", "NONE", "Client", "Clients", "Held", "KvstoreError", "chains"]
+__all__ = ["BLOCKS", "CHAINS", "NAMESPACES", "Client", "Clients", "Held", "chains"]

@@ -80,6 +80,8 @@ class Shape:
     dram_extents: int = 3
     dram_slots: int = 16
     """Of each extent."""
+    hbm_slots: int = 24
+    """Of one device, whose memory outlives the daemon, not the machine; 0: no engine has HBM of its own."""
     slabs: int = 3
     slab_slots: int = 16
     read_error: float = 0.0
@@ -428,6 +430,9 @@ class Life:
                     tier=Tier.DRAM, device=0, nbytes=machine.shape.dram_slots * SLOT_BYTES
                 )
                 machine.dram[int(extent)] = bytearray(machine.shape.dram_slots * SLOT_BYTES)
+            if nbytes := machine.shape.hbm_slots * SLOT_BYTES:
+                extent = store.add_extent(tier=Tier.HBM, device=0, nbytes=nbytes, slot_bytes=SLOT_BYTES)
+                machine.hbm[int(extent)] = bytearray(nbytes)
         self.movers = Movers(
             owner=self.owner,
             kept=_Kept(machine),  # type: ignore[arg-type]
@@ -481,6 +486,7 @@ class Machine:
         self.index_file = IndexFile()
         self.boot = 1
         self.dram: dict[int, bytearray] = {}
+        self.hbm: dict[int, bytearray] = {}
         self.tables: memoryview | None = None
         self.kept: dict[str, int] = {}
         self.movers: list[SimMover] = []
@@ -488,7 +494,7 @@ class Machine:
         self.null_fd = os.open("/dev/null", os.O_RDONLY)
         self.table_shape = TableShape(
             max_rows=512,
-            hbm_slots=1,
+            hbm_slots=max(1, shape.hbm_slots),
             dram_slots=shape.dram_extents * shape.dram_slots,
             nvme_slots=2 * (shape.slabs + 1) * shape.slab_slots,
             devices=1,
@@ -544,6 +550,10 @@ class Machine:
     def note(self, text: str) -> None:
         """One line for whoever reads a failure."""
         self.trace.append(f"{self.now_s:9.4f} {text}")
+
+    def memory(self, tier: Tier) -> dict[int, bytearray]:
+        """Extents of a tier that is memory."""
+        return self.hbm if tier is Tier.HBM else self.dram
 
     def latency_s(self) -> float:
         """What a call to the disk takes: mostly nothing to speak of, at times as long as everything around it."""
@@ -684,6 +694,7 @@ class Machine:
             self.kept.clear()
             self.tables = None
             self.dram.clear()
+            self.hbm.clear()
             self.hung_until_s = 0.0
             if death is Death.POWER:
                 self.disk.power_cut()

@@ -18,6 +18,7 @@ from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE
 from tests.simulation.disk import SimDisk
 from tests.simulation.machine import FOLDER, SLOT_BYTES, Life, Wrong
+from tiers.nvme.index import RECORD
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import SlabFile, stride_bytes
 
@@ -60,6 +61,20 @@ def places(life: Life) -> dict[Key, Place]:
     }
 
 
+def on_disk(life: Life) -> np.ndarray:
+    """RECORD[] of the same, as a start would find them."""
+    columns, pool = life.columns, life.store._state.nvme
+    slots = np.array([place.slot for place in places(life).values()], dtype=np.uint32)
+    rows, extents = pool.row[slots], pool.extent[slots]
+    records = np.zeros(len(slots), dtype=RECORD)
+    records["slab"] = life.movers.slabs.numbers(extents)
+    records["slot"] = slots - columns.extent_slot_base[extents]
+    records["generation"], records["length"] = pool.generations(slots), SLOT_BYTES
+    records["hash"] = columns.hash[rows]
+    records["ns_digest"] = life.store._state.namespaces.digests16(columns.namespace[rows])
+    return records
+
+
 def known(life: Life) -> set[Key]:
     """Every block that the store would serve from anywhere."""
     columns = life.columns
@@ -74,25 +89,26 @@ def in_dram(life: Life) -> set[Key]:
     return {key_of(columns.hash[row]) for row in pool.row[slots[pool.sealed(slots)]]}
 
 
-def check_memory(life: Life, dram: dict[int, bytearray]) -> None:
-    """The store's own invariants, and every complete DRAM slot has its block's bytes."""
+def check_memory(life: Life) -> None:
+    """The store's own invariants, and every complete slot of memory has its block's bytes."""
     faults = life.store.check_integrity()
     if faults:
         raise Wrong(f"integrity: {faults}")
-    columns, pool = life.columns, life.store._state.dram
-    slots = np.arange(len(pool), dtype=np.uint32)
-    for slot in slots[pool.sealed(slots)].tolist():
-        extent, at = address(life, Tier.DRAM, slot)
-        key = key_of(columns.hash[pool.row[slot]])
-        if bytes(dram[extent][at : at + SLOT_BYTES]) != payload(key):
-            raise Wrong(f"DRAM slot {slot} has other bytes than its block {key}")
+    for tier in (Tier.HBM, Tier.DRAM):
+        pool, memory = life.store._state.pool(tier), life.machine.memory(tier)
+        slots = np.arange(len(pool), dtype=np.uint32)
+        for slot in slots[pool.sealed(slots)].tolist():
+            extent, at = address(life, tier, slot)
+            key = key_of(life.columns.hash[pool.row[slot]])
+            if bytes(memory[extent][at : at + SLOT_BYTES]) != payload(key):
+                raise Wrong(f"{tier.name} slot {slot} has other bytes than its block {key}")
 
 
 def address(life: Life, tier: Tier, slot: int) -> tuple[int, int]:
     """(extent, offset in bytes) of a slot."""
     columns = life.columns
     extent = int(columns.pools[tier].extent[slot])
-    stride = SLOT_BYTES if tier is Tier.DRAM else stride_bytes(SLOT_BYTES)
+    stride = stride_bytes(SLOT_BYTES) if tier is Tier.NVME else SLOT_BYTES
     return extent, (slot - int(columns.extent_slot_base[extent])) * stride
 
 
@@ -128,8 +144,10 @@ def read_records(disk: SimDisk, slabs: Iterable[SlabFile], records: np.ndarray) 
     tier.close()
     found: dict[Key, MoveStatus] = {}
     statuses = dict(zip(replies["id"].tolist(), replies["status"].tolist(), strict=True))
-    for at, record in enumerate(records):
-        key = key_of(record["hash"])
+    for at in np.argsort(
+        records["touch"], kind="stable"
+    ).tolist():  # of one that stands twice the newest counts
+        key = key_of(records["hash"][at])
         found[key] = MoveStatus(statuses[at + 1])
         read = scratch.bytes[at * SLOT_BYTES : (at + 1) * SLOT_BYTES]
         if found[key] is MoveStatus.OK and read != payload(key):
