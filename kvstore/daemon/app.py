@@ -159,7 +159,8 @@ class Daemon:
             await self._metrics.start()
         self._spawn(self._memory.grow_forever())
         self._spawn(self._resizing.dram.run_forever())
-        self._resizing.dram.changed()  # an earlier daemon may have been killed before the size held
+        if self._sizes.dram_bytes:
+            self._resizing.dram.changed()  # an earlier daemon may have been killed before the size held
         self._spawn(self._sweep_forever())
         self._spawn(self._kept.watch_keeper())
         self._spawn(self._transfers.save_forever())

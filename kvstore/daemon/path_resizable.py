@@ -35,6 +35,7 @@ class PathResizable:
 
     def __init__(self, *, owner: Owner, memory: Memory, mover: MoverPath, slabs: SlabTable) -> None:
         self.device = mover.number
+        self.name = f"nvme path {mover.space.configured.path}"
         self._space = mover.space
         self._owner = owner
         self._memory = memory

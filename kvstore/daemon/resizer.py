@@ -20,8 +20,8 @@ __all__ = ["Resizable", "Resizer"]
 
 _LOG = Log("resize")
 _TURN_S = 0.02
-_SLOW_TURN_S = 0.25
-_SLOW_AFTER_TURNS = 100
+_SLOW_TURN_S = 1.0
+_SLOW_AFTER_TURNS = 150
 
 
 class Resizable(Protocol):
@@ -29,6 +29,8 @@ class Resizable(Protocol):
 
     tier: Tier
     device: int
+    name: str
+    """What people call it."""
 
     def cost(self, nbytes: int) -> int:
         """What an extent of `nbytes` takes of the size."""
@@ -88,12 +90,27 @@ class Resizer:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            turns = 0
+            turns, before = 0, ""
             while not await self._turn():
-                turns += 1
-                await asyncio.sleep(_TURN_S if turns < _SLOW_AFTER_TURNS else _SLOW_TURN_S)
+                turns = turns + 1 if self.waits_for == before else 0
+                before = self.waits_for
+                if slow := turns >= _SLOW_AFTER_TURNS:
+                    self._complain()
+                await asyncio.sleep(_SLOW_TURN_S if slow else _TURN_S)
+            self._owner.warnings.pop(self._topic, None)
             if not self._wanted.is_set():
                 self._settled.set()
+
+    @property
+    def _topic(self) -> str:
+        return f"resize-{self._memory.tier.name.lower()}-{self._memory.device}"
+
+    def _complain(self) -> None:
+        """It has been in the way for some seconds."""
+        text = f"{self._memory.name} has not got its size yet: {self.waits_for}"
+        if self._owner.warnings.get(self._topic) != text:
+            _LOG.warning("size not reached", memory=self._memory.name, waits=self.waits_for)
+        self._owner.warnings[self._topic] = text
 
     async def _turn(self) -> bool:
         """Whether nothing is left to do."""

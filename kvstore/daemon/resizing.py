@@ -42,6 +42,7 @@ class DramResizable:
 
     tier = Tier.DRAM
     device = 0
+    name = "dram"
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -59,9 +60,7 @@ class DramResizable:
         await self._memory.drop_dram(info)
 
     async def settle(self) -> None:
-        """See Resizable."""
-        if lacking := self._memory.dram_lacking_bytes:
-            raise Unavailable(f"{format_size(lacking)} are still to be taken")
+        """See Resizable. What lacks is added by Memory.grow_forever."""
 
 
 class Resizing:
@@ -90,12 +89,14 @@ class Resizing:
                 self._memory.resize_dram(target)
                 self.dram.changed()
         await self.dram.settled(_ANSWER_S)
+        lacking = self._memory.dram_lacking_bytes
+        lacks = f"{format_size(lacking)} are still to be taken" if lacking else ""
         return pb.ResizeReply(
-            complete=self.dram.done,
+            complete=self.dram.done and not lacking,
             capacity_bytes=self._memory.dram_bytes,
             used_bytes=sum(info.nbytes for info, _ in self._memory.extents(Tier.DRAM)),
             leaving_extents=self.dram.leaving,
-            waits_for=self.dram.waits_for,
+            waits_for=self.dram.waits_for or lacks,
         )
 
     async def resize_path(self, name: str, nbytes: int) -> pb.ResizeReply:
@@ -110,6 +111,8 @@ class Resizing:
                 mover.size_changed()
                 await mover.index.catch_up()  # the index has its new bound from here on
                 resizer.changed()
+            elif resizer.done:
+                resizer.changed()  # looks whether it still holds
         await resizer.settled(_ANSWER_S)
         return pb.ResizeReply(
             complete=resizer.done,

@@ -262,3 +262,19 @@ def test_the_command_waits_until_the_size_holds(place: Path) -> None:
         assert f"{path} takes at most 64MiB" in shown.stdout
         shown = run("resize", "dram", "48MiB", "--socket", service.socket, "--json")
         assert '"capacity_bytes": 50331648' in shown.stdout
+
+
+def test_a_file_of_somebody_elses_is_said(place: Path) -> None:
+    """What the service cannot delete keeps a path above its size: complete was answered all the same."""
+    with started(config_of(place, 64)) as service:
+        wait_for("the path", lambda: path_stats(service).in_service)
+        path = service.config.nvme[0].path
+        with (place / "nvme" / "holiday.mkv").open("wb") as file:
+            file.truncate(70 * MIB)
+        reply = ask(service, "nvme", 64, path)
+        assert not reply.complete
+        assert "something in it is not the service's" in reply.waits_for
+        wait_for("a warning", lambda: "has not got its size yet" in " ".join(service.stats().warnings))
+        (place / "nvme" / "holiday.mkv").unlink()
+        wait_for("the size", lambda: ask(service, "nvme", 64, path).complete)
+        assert list(service.stats().warnings) == []
