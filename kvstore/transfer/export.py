@@ -26,7 +26,7 @@ from kvstore.geometry import Geometry, LayerGroup
 from kvstore.layout import NONE, Columns, Tier
 from kvstore.transfer.archive import Header, RunningDigest, pack_end, pack_header
 from kvstore.transfer.plan import Planned, handle_of, plan
-from kvstore.transfer.source import Batch, SlabPlace, Source
+from kvstore.transfer.source import Batch, SlabPlace, Source, Unmapping
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = [
@@ -92,7 +92,10 @@ async def export_namespace(
     slabs = await asyncio.to_thread(_slabs, admin)
     geometry = geometry_of(4096)
     targets = Targets(credit=0, room=0)
-    session = await asyncio.to_thread(client.attach, "export", geometry, None, targets=targets)
+    unmapping = Unmapping()
+    session = await asyncio.to_thread(
+        client.attach, "export", geometry, None, targets=targets, listener=unmapping
+    )
     try:
         columns = session.tables.tables.columns
         handle = handle_of(columns, info.digest)
@@ -105,7 +108,9 @@ async def export_namespace(
             raise FailedPrecondition(
                 "every block of this namespace is in HBM alone, where only its engine reads"
             )
-        source = Source(columns, session.dram, slabs, namespace_digest=info.digest, slot_bytes=slot_bytes)
+        source = Source(
+            columns, session.dram, unmapping, slabs, namespace_digest=info.digest, slot_bytes=slot_bytes
+        )
         try:
             done = await write_archive(info, file, source, planned, slot_bytes, progress)
         finally:

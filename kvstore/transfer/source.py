@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.memory import DramMemory
-from kvstore.errors import NotFound
 from kvstore.layout import NONE, Columns, PoolColumns, SlotState, Tier, states
 from kvstore.transfer.archive import HEAD_BYTES, BlockHead, pack_head, payload_checksum
 from kvstore.transfer.plan import DIGEST_BYTES, Planned
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, checksum, read_trailer
 
-__all__ = ["Batch", "SlabPlace", "SlabReader", "Source", "pack_blocks"]
+__all__ = ["Batch", "SlabPlace", "SlabReader", "Source", "Unmapping", "pack_blocks"]
 
 _MAX_OPEN_SLABS = 64
 
@@ -57,6 +57,21 @@ class Batch:
     """In the memory of a GPU, or its twin, alone."""
 
 
+class Unmapping:
+    """Has an extent that leaves the store stay mapped until who copies out of it, and holds nothing, has ended."""
+
+    def __init__(self) -> None:
+        self.copying = threading.Lock()
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See DramListener."""
+
+    def unregister(self, address: int) -> None:  # noqa: ARG002
+        """See DramListener: the extent counts as not mapped already, so no new copy begins."""
+        with self.copying:
+            pass
+
+
 class Source:
     """One namespace of a running service."""
 
@@ -64,6 +79,7 @@ class Source:
         self,
         columns: Columns,
         dram: DramMemory,
+        unmapping: Unmapping,
         slabs: Mapping[int, SlabPlace],
         *,
         namespace_digest: bytes,
@@ -72,6 +88,7 @@ class Source:
         """`slabs`: by extent; `namespace_digest`: what the tables call it. Blocks of another size are passed over."""
         self._columns = columns
         self._dram = dram
+        self._unmapping = unmapping
         self._slabs = slabs
         self._slot_bytes = slot_bytes
         self._reader = SlabReader(namespace_digest, slot_bytes)
@@ -102,10 +119,10 @@ class Source:
         good &= states(words) == SlotState.SEALED
         good &= self._still(planned, pool, slots, words, good)
         for at in np.flatnonzero(good).tolist():
-            try:
-                payloads[at] = self._dram.view(int(slots[at]))
-            except NotFound:  # an extent that came after we attached, and is not mapped here yet
-                good[at] = False
+            with self._unmapping.copying:
+                good[at] = self._dram.mapped(slots[at : at + 1])  # else it is new here, or has just left
+                if good[at]:
+                    payloads[at] = self._dram.view(int(slots[at]))
         return good & self._still(planned, pool, slots, words, good)
 
     def _of_size(self, pool: PoolColumns, slots: NDArray[np.uint32]) -> NDArray[np.bool_]:
