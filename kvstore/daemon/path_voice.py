@@ -93,12 +93,6 @@ class PathVoice:
         self._owner.recorder.note(Event.MOVER_END, self.number, a=abs(code or 0))
 
     @property
-    def troubles(self) -> list[str]:
-        """The warnings of this path that stand."""
-        ending = f"-{self.number}"
-        return [text for topic, text in self._owner.warnings.items() if topic.endswith(ending)]
-
-    @property
     def _pauses(self) -> bool:
         """Whether the disk fails all that it is given, which has been said."""
         return any(self._topic(f"failing-{what}") in self._owner.warnings for what in _DIRECTIONS)

@@ -50,6 +50,7 @@ class Trouble(IntEnum):
     INDEX = 12
     SPARSE = 13
     CAPACITY = 14
+    NOTE = 15
 
 
 TEXTS = {

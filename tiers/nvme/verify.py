@@ -37,6 +37,7 @@ from tiers.nvme.fsck import (
     judge_size,
 )
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index, remove_index
+from tiers.nvme.notes import SizeNote, read_budget, read_size
 from tiers.nvme.scan import scan_slabs
 from tiers.nvme.slab import SlabFile, slab_file, stride_bytes, sync_directory
 from tiers.nvme.trailer import checksum, read_trailer
@@ -79,8 +80,11 @@ def examine(
     entries = tuple(_entries(directory))
     slabs = [file for entry in entries if (file := slab_file(entry.name, entry.nbytes)) is not None]
     findings = judge_files(entries, directory.stat().st_uid)
+    notes, sized = _notes(directory)
     if capacity_bytes is not None:
-        findings += judge_size(entries, capacity_bytes)
+        resized = sized is not None and sized.configured_bytes == capacity_bytes
+        findings += judge_size(entries, sized.resized_bytes if sized and resized else capacity_bytes)
+    findings += notes
     findings += _small_files(directory, with_blocks=bool(slabs))
     records, damage = _read_index(directory)
     if damage is not None:
@@ -135,6 +139,23 @@ def _small_files(directory: Path, *, with_blocks: bool) -> list[Finding]:
     except Corruption as error:
         found.append(Finding(trouble=Trouble.CLEARED, places=("cleared",), text=error.message, mend=""))
     return found
+
+
+def _notes(directory: Path) -> tuple[list[Finding], SizeNote | None]:
+    """What is wrong with the notes that outlive a service, and the size that it was given at run time."""
+    found: list[Finding] = []
+    sized: SizeNote | None = None
+    try:
+        sized = read_size(directory)
+    except Corruption as error:
+        mends = "deletes it: the configured size counts"
+        found.append(Finding(trouble=Trouble.NOTE, places=("size",), text=error.message, mend=mends))
+    try:
+        read_budget(directory)
+    except Corruption as error:
+        mends = "deletes it: nothing of today's budget counts as spent"
+        found.append(Finding(trouble=Trouble.NOTE, places=("budget",), text=error.message, mend=mends))
+    return found, sized
 
 
 # ------------------------------------------------------------ the index
@@ -298,7 +319,7 @@ def _mend_file(directory: Path, finding: Finding) -> Finding:
     if finding.trouble is Trouble.MODE:
         if path.exists():  # it was not a leftover
             path.chmod(0o700 if path.is_dir() else 0o600)
-    elif finding.trouble is Trouble.LEFTOVER:
+    elif finding.trouble in (Trouble.LEFTOVER, Trouble.NOTE):
         path.unlink(missing_ok=True)
     elif finding.trouble is Trouble.SPARSE:
         try:

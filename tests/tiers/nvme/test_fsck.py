@@ -19,6 +19,7 @@ from tiers.nvme.directory import NvmeDirectory, keep_secret, lock_existing
 from tiers.nvme.fsck import Finding, Trouble, judge_records
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index
 from tiers.nvme.io import NvmeTier
+from tiers.nvme.notes import SizeNote, write_size
 from tiers.nvme.scan import scan_slabs
 from tiers.nvme.slab import SlabFile, list_slabs
 from tiers.nvme.verify import Examination, examine, mend
@@ -229,6 +230,21 @@ def test_what_only_a_person_can_mend_is_left(place: Path) -> None:
     found = look(place, capacity_bytes=1 << 20)
     assert set(troubles(found.findings)) == {Trouble.SECRET, Trouble.CLEARED, Trouble.CAPACITY}
     assert not any(finding.mended or finding.mend for finding in mend(found))
+
+
+def test_the_size_that_was_given_at_run_time_counts(place: Path) -> None:
+    """A path that was made larger while it was in use was said to be larger than configured."""
+    taken = sum(max(entry.nbytes, entry.allocated_bytes) for entry in look(place).entries)
+    assert troubles(look(place, taken // 2).findings) == {Trouble.CAPACITY: 1}
+    write_size(place, SizeNote(configured_bytes=taken // 2, resized_bytes=2 * taken))
+    assert look(place, taken // 2).findings == ()
+    (place / "size").write_text("nonsense")
+    (place / "budget").write_text("more of it")
+    (place / "budget").chmod(0o600)
+    found = look(place)
+    assert [finding.places for finding in found.findings] == [("size",), ("budget",)]
+    assert all(finding.mended for finding in mend(found))
+    assert look(place).findings == ()
 
 
 def test_another_owner_is_told(place: Path) -> None:
