@@ -38,6 +38,7 @@ class FakeLink:
         self.pidfd = os.eventfd(0)
         self.ours, self.theirs = socket.socketpair()
         self.extent_error: OSError | None = None
+        self.stalled = 0.0
 
     def fileno(self) -> int:
         return self.ours.fileno()
@@ -58,7 +59,7 @@ class FakeLink:
         self.killed = True
 
     def stalled_s(self) -> float:
-        return 0.0
+        return self.stalled
 
     def stop(self) -> None:
         self.ended = True
@@ -88,12 +89,16 @@ class Rig:
 
     def __init__(self) -> None:
         self.link, self.kept = FakeLink(), SlowKept()
+        self.told: list[str] = []
+        self.paths = SimpleNamespace(
+            hangs=lambda _: self.told.append("hangs"), answers=lambda _: self.told.append("answers")
+        )
         self.waiting = True
         start: Any = lambda *_args, **_kwargs: self.link  # noqa: E731
         config = SimpleNamespace(nvme_threads=1, nvme_throttle=None, durability=Durability.POWER)
         owner: Any = SimpleNamespace(
             config=config,
-            store=SimpleNamespace(take_moves=self._take),
+            store=SimpleNamespace(take_moves=self._take, paths=self.paths),
             warnings={},
             settle_soon=lambda: None,
             counters=SimpleNamespace(add=lambda *_: None),
@@ -169,6 +174,33 @@ def test_a_mover_that_cannot_be_given_an_extent_is_replaced() -> None:
         rig.link.extent_error = OSError(errno.EMFILE, "too many open files")
         rig.path.extent_added(12, 4096, 0)
         assert rig.link.killed
+        running.cancel()
+        asyncio.get_running_loop().remove_reader(rig.link.fileno())
+        rig.link.close()
+
+    asyncio.run(work())
+
+
+def test_a_disk_that_does_not_answer_is_told_once_and_loses_its_mover_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_WATCH_S", 0.005)
+
+    async def work() -> None:
+        rig = Rig()
+        rig.kept.confirm.set()
+        running = asyncio.create_task(rig.path.run_forever())
+        await rig.in_service()
+        for stalled_s, told in ((2.9, []), (3.1, ["hangs"]), (59.0, ["hangs"]), (0.0, ["hangs", "answers"])):
+            rig.link.stalled = stalled_s
+            await asyncio.sleep(0.1)
+            assert rig.told == told
+            assert rig.path.hangs is (told[-1:] == ["hangs"])
+        assert not rig.link.killed
+        rig.link.stalled = 61.0
+        await asyncio.sleep(0.1)
+        assert rig.link.killed
+        assert rig.told == ["hangs", "answers", "hangs"]
         running.cancel()
         asyncio.get_running_loop().remove_reader(rig.link.fileno())
         rig.link.close()
