@@ -66,8 +66,9 @@ async def load_path(
     until_s = time.monotonic() + _TURN_S
     for _ in load.turns(built):
         if time.monotonic() > until_s:
+            # Twice: what a call has put off to the next turn of the loop is part of its answer.
             await asyncio.sleep(0)
-            await asyncio.sleep(0)  # what a call has put off to the next turn of the loop is part of its answer
+            await asyncio.sleep(0)
             until_s = time.monotonic() + _TURN_S
     owner.store.index_changes.written(number)
     _LOG.info(

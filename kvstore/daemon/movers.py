@@ -455,6 +455,8 @@ class Movers:
     async def abandon(self, deadline_s: float) -> None:
         """A start has failed: directories that were new are left as they were found."""
         leaving = [asyncio.ensure_future(path.abandon()) for path in self._paths.values()]
+        found = [place for number, place in self._found.items() if number not in self._paths]
+        leaving += [asyncio.ensure_future(asyncio.to_thread(place.abandon)) for place in found]
         if leaving:
             await asyncio.wait(leaving, timeout=deadline_s)
 
