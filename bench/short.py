@@ -41,8 +41,9 @@ _LIMITS_S = {
     "interference": 90.0,
     "store": 60.0,
     "nvme": 60.0,
+    "index": 60.0,
 }
-_WITH_FILES = ("lookup", "nvme", "pressure", "store", "ttft")
+_WITH_FILES = ("index", "lookup", "nvme", "pressure", "store", "ttft")
 _BY_PARTS = ("pressure", "ttft")
 """Those that write what they know so far: something is left of them where the limit ends them."""
 
