@@ -1,8 +1,8 @@
 """What a path's durable index has to learn of: slots that changed, and coarsely when blocks were last used.
 
-Which slots changed is noted in the shared tables before they change, and taken back when the index has it: a daemon that
-is killed leaves exactly what its successor has to say again. Last use is never a write of its own: it goes with whatever
-else changes in a group, and in a slow pass over groups that were used since they were written.
+Which slots changed is noted in the shared tables before they change, and taken back when the index has it: a daemon
+that is killed leaves exactly what its successor has to say again. Last use is never a write of its own: it goes with
+whatever else changes in a group, and in a slow pass over groups that were used since they were written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class IndexChanges:
         """About `limit` changed slots of a path, as they are now. `committed` or `put_back` is their end."""
         state = self._state
         slots = self._some(path, limit)
-        slots = np.concatenate((slots, self._used_beside(slots)))
+        slots = np.concatenate((slots, self._used_beside(path, slots)))
         state.nvme_changed[slots] = _TAKEN
         sealed = state.nvme.sealed(slots)
         return NvmeChanges(published=self._entries(slots[sealed]), freed=slots[~sealed])
@@ -79,12 +79,16 @@ class IndexChanges:
             self._hand = begin + _WINDOW_SLOTS if begin + _WINDOW_SLOTS < total else 0
         return np.concatenate(found) if found else np.empty(0, dtype=np.uint32)
 
-    def _used_beside(self, slots: U32) -> U32:
-        """Unchanged slots of the same groups whose blocks were used since: their groups are written anyway."""
+    def _used_beside(self, path: int, slots: U32) -> U32:
+        """Unchanged slots of the same groups whose blocks were used since: their groups are written anyway.
+
+        Of this path alone: where extents of two paths meet, a group has slots of both.
+        """
         groups = np.unique(slots // np.uint32(GROUP_SLOTS))
         found = self._used(groups)
         self._written_ms[groups] = self._state.now_ms
-        return found
+        own: U32 = found[self._state.nvme.devices(found) == path]
+        return own
 
     def _used(self, groups: U32) -> U32:
         state = self._state

@@ -93,6 +93,31 @@ def test_a_use_is_no_write_and_comes_with_the_next_one_of_its_group() -> None:
     assert set(columns.touch[rows].tolist()) <= set(changes.published["touch"].tolist())
 
 
+def test_a_path_is_told_of_its_own_slots_alone() -> None:
+    """Where extents of two paths met, one's index was given the other's blocks, in place of its own."""
+    rig = Rig()
+    one = rig.attach()
+    written(rig, one, 2)
+    hashes = chain(3, seed=7)
+    blocks = Blocks(
+        hashes=hashes,
+        parents=np.zeros((3, 2), dtype=np.uint64),
+        namespaces=np.full(3, rig.namespaces[one], dtype=np.uint32),
+        depths=np.arange(3, dtype=np.uint32),
+        touches=np.zeros(3, dtype=np.uint64),
+        slots=np.arange(3, dtype=np.uint32),
+        generations=np.zeros(3, dtype=np.uint32),
+    )
+    rig.load(1, [LoadSlab(slab=1, nbytes=8 * 2 * PAGE, slot_bytes=PAGE)], {1: blocks})
+    settle(rig)
+    theirs = rig.store._state.columns.nvme[rig.store._state.table.locate(hashes, rig.namespaces[one])]
+    assert theirs.max() < GROUP_SLOTS, "in one group with the first path's"
+    rig.now_ms += 1000
+    rig.outcomes(one, hashes)
+    written(rig, one, 1, seed=5)
+    assert not set(settle(rig).tolist()) & set(theirs.tolist())
+
+
 def test_a_slow_pass_tells_what_was_used_and_nothing_else() -> None:
     rig = Rig()
     one = rig.attach()

@@ -50,7 +50,7 @@ from tiers.nvme.scan import keep_known, scan_slabs
 from tiers.nvme.slab import list_slabs, stride_bytes
 
 SLOT_BYTES = 4096
-FOLDER = "/sim/nvme"
+_FOLDER = "/sim/nvme"
 START_MS = 1_700_000_000_000
 _THREADS = 2
 
@@ -80,9 +80,12 @@ class Shape:
     dram_extents: int = 3
     dram_slots: int = 16
     """Of each extent."""
+    paths: int = 1
+    """Disks' folders, each with a mover, slabs and an index of its own."""
     hbm_slots: int = 24
     """Of one device, whose memory outlives the daemon, not the machine; 0: no engine has HBM of its own."""
     slabs: int = 3
+    """Of each path."""
     slab_slots: int = 16
     read_error: float = 0.0
     write_error: float = 0.0
@@ -93,6 +96,11 @@ class Shape:
     """Odds, at each piece of I/O, that the disk answers nothing for up to 20 s."""
     flips: float = 0.0
     """Odds, at each step, that a bit on the medium flips."""
+
+    @property
+    def folders(self) -> list[str]:
+        """Of the paths."""
+        return [f"{_FOLDER}{number}" for number in range(self.paths)]
 
     @property
     def slab_bytes(self) -> int:
@@ -109,7 +117,7 @@ class Shape:
 
     @property
     def capacity_bytes(self) -> int:
-        """Everything on the disk."""
+        """Everything in one folder."""
         return self.slab_room + index_bytes(self.map_bytes) + SMALL_FILES_BYTES
 
 
@@ -171,8 +179,9 @@ _A_FAULT = re.compile(r": \w+(Error|Exception): ")
 class SimMover(Mover):
     """The process of a path: the real one, with its socket two queues and its threads moments in `choices`."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, folder: str) -> None:
         self.machine = machine
+        self.folder = folder
         self.inbox: deque[wire.Message] = deque()
         self.outbox: deque[wire.Message] = deque()
         self.running: list[tuple[float, Callable[[], None]]] = []
@@ -182,7 +191,7 @@ class SimMover(Mover):
         self.exited = False
         super().__init__(
             None,  # type: ignore[arg-type]
-            wire.Config(directory=FOLDER, threads=_THREADS, slabs_bytes=machine.shape.slab_room),
+            wire.Config(directory=folder, threads=_THREADS, slabs_bytes=machine.shape.slab_room),
             disk=machine.disk,
         )
         os.close(self._wake)
@@ -406,7 +415,12 @@ class Life:
         self.links: list[Link] = []
         fresh = machine.tables is None
         limits = StoreLimits(
-            max_writes=64, ghosts=32, victim_batch=4, reserve_slots=1, max_waiting_leases=64, paths=1
+            max_writes=64,
+            ghosts=32,
+            victim_batch=4,
+            reserve_slots=1,
+            max_waiting_leases=64,
+            paths=machine.shape.paths,
         )
         if fresh:
             machine.tables = memoryview(bytearray(table_bytes(machine.table_shape)))
@@ -445,16 +459,19 @@ class Life:
         )
         machine.kept[SlabTable.NAME] = self.movers.slabs.fd
         self.admin = Admin(owner=self.owner, sessions=None, memory=None, movers=self.movers, resizing=None)  # type: ignore[arg-type]
-        self.start = PathStart()
+        self.starts = [PathStart() for _ in machine.config.nvme]
         self.work = [
-            self.loop.create_task(self.movers.run_path(0, machine.config.nvme[0], self.start)),
+            *(
+                self.loop.create_task(self.movers.run_path(number, machine.config.nvme[number], start))
+                for number, start in enumerate(self.starts)
+            ),
             self.loop.create_task(self.owner.tick_forever()),
             self.loop.create_task(self._sweep()),
         ]
         self.movers.serving = True
 
     def _start_link(self, config: wire.Config, *, lock_fd: int | None = None) -> MoverLink:
-        mover = SimMover(self.machine)
+        mover = SimMover(self.machine, config.directory)
         self.machine.movers.append(mover)
         link = Link(mover)
         self.links.append(link)
@@ -483,7 +500,7 @@ class Machine:
         self.now_s = 0.0
         self.hung_until_s = 0.0
         self.disk = SimDisk(random.Random(self.rng.random()), self._disk_point)
-        self.index_file = IndexFile()
+        self.index_files = {folder: IndexFile() for folder in shape.folders}
         self.boot = 1
         self.dram: dict[int, bytearray] = {}
         self.hbm: dict[int, bytearray] = {}
@@ -496,15 +513,15 @@ class Machine:
             max_rows=512,
             hbm_slots=max(1, shape.hbm_slots),
             dram_slots=shape.dram_extents * shape.dram_slots,
-            nvme_slots=2 * (shape.slabs + 1) * shape.slab_slots,
+            nvme_slots=2 * shape.paths * (shape.slabs + 1) * shape.slab_slots,
             devices=1,
-            max_extents=24,
+            max_extents=32,
             max_sessions=6,
             max_namespaces=8,
         )
         self.config = ServeConfig(
             socket="/sim/kvstore.sock",
-            nvme=(NvmePath(path=FOLDER, capacity_bytes=64 << 20),),
+            nvme=tuple(NvmePath(path=folder, capacity_bytes=64 << 20) for folder in shape.folders),
             durability=shape.durability,
         )
         self.trace: deque[str] = deque(maxlen=60)
@@ -673,9 +690,8 @@ class Machine:
         self.counts[death.value] += 1
         self.note(f"{death.value} dies")
         if death is Death.MOVER:
-            for mover in self.movers:
-                mover.kill()
-            self.movers.clear()
+            if self.movers:
+                self.movers.pop(self.rng.randrange(len(self.movers))).kill()
             return
         self.on_death(death)
         self.life.die()
@@ -698,7 +714,8 @@ class Machine:
             self.hung_until_s = 0.0
             if death is Death.POWER:
                 self.disk.power_cut()
-                self.index_file.power_cut()
+                for index_file in self.index_files.values():
+                    index_file.power_cut()
                 self.boot += 1
                 self.now_s += 1.0
         self._revive()
@@ -723,16 +740,16 @@ class Machine:
 
     def open_path(self, path: NvmePath, config: ServeConfig, secret: bytes, *, read_index: bool) -> FoundPath:
         """As kvstore.daemon.nvme.open_path, in its order, on this disk."""
-        if any(not mover.exited for mover in self.movers):
+        if any(mover.folder == path.path and not mover.exited for mover in self.movers):
             raise AlreadyExists("in use by a mover", retry_after_s=0.1)
-        directory = NvmeDirectory(Path(FOLDER), -1, disk=self.disk)
+        directory = NvmeDirectory(Path(path.path), -1, disk=self.disk)
         plan = SlabPlan(
             slabs=self.shape.slabs, slab_bytes=self.shape.slab_bytes, map_bytes=self.shape.map_bytes
         )
         slabs = directory.slabs()
 
         def find() -> FoundRecords:
-            records = recover_on(self.disk, self.index_file, self.boot, plan.map_bytes, self._disk_point)
+            records = self._recover(path.path)
             return FoundRecords(records, slabs, {})
 
         return FoundPath(
@@ -740,19 +757,23 @@ class Machine:
             plan=plan,
             slabs=tuple(slabs),
             find=find if read_index else None,
-            open_index=lambda: self._open_or_rebuild(plan.map_bytes),  # type: ignore[arg-type,return-value]
+            open_index=lambda: self._open_or_rebuild(path.path),  # type: ignore[arg-type,return-value]
         )
 
-    def _open_or_rebuild(self, map_bytes: int) -> IndexTwin:
-        try:
-            return self._open_index()
-        except Corruption:
-            recover_on(self.disk, self.index_file, self.boot, map_bytes, self._disk_point)
-            return self._open_index()
+    def _recover(self, folder: str) -> np.ndarray:
+        index_file, map_bytes = self.index_files[folder], self.shape.map_bytes
+        return recover_on(folder, self.disk, index_file, self.boot, map_bytes, self._disk_point)
 
-    def _open_index(self) -> IndexTwin:
+    def _open_or_rebuild(self, folder: str) -> IndexTwin:
+        try:
+            return self._open_index(folder)
+        except Corruption:
+            self._recover(folder)
+            return self._open_index(folder)
+
+    def _open_index(self, folder: str) -> IndexTwin:
         return IndexTwin(
-            self.index_file,
+            self.index_files[folder],
             map_bytes=self.shape.map_bytes,
             synced=self.shape.durability is Durability.POWER,
             boot=self.boot,
@@ -761,10 +782,15 @@ class Machine:
 
 
 def recover_on(
-    disk: SimDisk, index_file: IndexFile, boot: int, map_bytes: int, before: Callable[[str], None]
+    folder: str,
+    disk: SimDisk,
+    index_file: IndexFile,
+    boot: int,
+    map_bytes: int,
+    before: Callable[[str], None],
 ) -> np.ndarray:
     """What `tiers.nvme.recover` finds, in its order: the index, or else the trailers and a new index."""
-    directory = Path(FOLDER)
+    directory = Path(folder)
     slabs = list_slabs(directory, disk)
     cleared = read_cleared(directory, disk)
     try:

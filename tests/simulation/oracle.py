@@ -7,7 +7,6 @@ cleared, unreadable) is owed no more; whatever it still had when everything died
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from kvstore.layout import NONE, Tier
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE
 from tests.simulation.disk import SimDisk
-from tests.simulation.machine import FOLDER, SLOT_BYTES, Life, Wrong
+from tests.simulation.machine import SLOT_BYTES, Life, Wrong
 from tiers.nvme.index import RECORD
 from tiers.nvme.io import NvmeTier
-from tiers.nvme.slab import SlabFile, stride_bytes
+from tiers.nvme.slab import list_slabs, stride_bytes
 
 Key = tuple[int, int]  # the words of a hash
 
@@ -61,10 +60,11 @@ def places(life: Life) -> dict[Key, Place]:
     }
 
 
-def on_disk(life: Life) -> np.ndarray:
-    """RECORD[] of the same, as a start would find them."""
+def on_path(life: Life, number: int) -> np.ndarray:
+    """RECORD[] of those of one path, as a start would find them."""
     columns, pool = life.columns, life.store._state.nvme
     slots = np.array([place.slot for place in places(life).values()], dtype=np.uint32)
+    slots = slots[pool.devices(slots) == number]
     rows, extents = pool.row[slots], pool.extent[slots]
     records = np.zeros(len(slots), dtype=RECORD)
     records["slab"] = life.movers.slabs.numbers(extents)
@@ -122,14 +122,14 @@ class _Scratch:
         return memoryview(self.bytes)
 
 
-def read_records(disk: SimDisk, slabs: Iterable[SlabFile], records: np.ndarray) -> dict[Key, MoveStatus]:
-    """Reads every block of RECORD[] through the real tier: what became of each.
+def read_records(folder: str, disk: SimDisk, records: np.ndarray) -> dict[Key, MoveStatus]:
+    """Reads every block of RECORD[] of a path through the real tier: what became of each.
 
     Raises Wrong where one that the tier calls good has other bytes.
     """
     scratch = _Scratch(max(1, len(records)))
-    tier = NvmeTier(Path(FOLDER), scratch, disk=disk)  # type: ignore[arg-type]
-    for slab in slabs:
+    tier = NvmeTier(Path(folder), scratch, disk=disk)  # type: ignore[arg-type]
+    for slab in list_slabs(Path(folder), disk):
         tier.open_slab(slab.number, slab.number, slab.nbytes, slab.slot_bytes)
     moves = np.zeros(len(records), dtype=MOVE)
     moves["id"] = np.arange(1, len(records) + 1)

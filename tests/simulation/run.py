@@ -26,7 +26,7 @@ from tests.simulation.machine import Death, Shape
 from tests.simulation.scenario import Plan, Scenario
 
 STEPS = 5000
-FIXED = range(1, 25)
+FIXED = range(1, 28)
 """Seeds that are always run: three of each plan."""
 _PROGRESS_S = 10.0
 
@@ -49,6 +49,7 @@ _PLANS: dict[str, Plan] = {
         deaths=((Death.DAEMON, 6.0), (Death.MOVER, 2.0), (Death.POWER, 1.0)),
         points_between=250,
     ),
+    "disks": Plan(shape=Shape(paths=2, slabs=2, dram_extents=4)),
     "watched": Plan(shape=Shape(), checks=1.0),
 }
 

@@ -19,9 +19,9 @@ from kvstore.errors import KvstoreError
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.simulation.clients import Clients
-from tests.simulation.machine import FOLDER, Death, Machine, Shape, Wrong, recover_on
-from tests.simulation.oracle import Key, Place, check_memory, in_dram, known, on_disk, places, read_records
-from tiers.nvme.slab import list_slabs
+from tests.simulation.disk import PAGE
+from tests.simulation.machine import Death, Machine, Shape, Wrong, recover_on
+from tests.simulation.oracle import Key, Place, check_memory, in_dram, known, on_path, places, read_records
 
 _ALL_NAMESPACES = 0xFFFFFFFF
 _OPENING_STEPS = 4000
@@ -298,7 +298,7 @@ class Scenario:
         if self.rng.random() < self.plan.double_deaths:
             self._arm(50)
         for _ in range(_OPENING_STEPS):
-            if machine.life.start.loaded.is_set():
+            if all(start.loaded.is_set() for start in machine.life.starts):
                 break
             machine.step()
             self._look_at_tasks()
@@ -323,7 +323,10 @@ class Scenario:
     def _read_all(self) -> dict[Key, MoveStatus]:
         """Every block that the store says the disk has, by the real tier."""
         machine = self.machine
-        return read_records(machine.disk, list_slabs(_folder(), machine.disk), on_disk(machine.life))
+        found: dict[Key, MoveStatus] = {}
+        for number, folder in enumerate(machine.shape.folders):
+            found |= read_records(folder, machine.disk, on_path(machine.life, number))
+        return found
 
     def _check_owed(self, found: dict[Key, MoveStatus], now: dict[Key, Place], death: Death) -> None:
         """Each is readable, and the store knows it, but for what it has evicted since it has started again."""
@@ -362,18 +365,16 @@ class Scenario:
     def _check_size(self) -> None:
         """Slabs and index, each and together."""
         machine, shape = self.machine, self.machine.shape
-        slabs = sum(size for name, size in machine.disk.files(_folder()) if name.startswith("slab-"))
-        machine.counts["most_bytes"] = max(machine.counts["most_bytes"], slabs)
-        used = machine.disk.used_bytes() + machine.index_file.nbytes
-        if (
-            slabs > shape.slab_room
-            or machine.index_file.nbytes > shape.map_bytes
-            or used > shape.capacity_bytes
-        ):
-            raise Wrong(
-                f"{used} bytes on the disk, {slabs} of them slabs; {shape.capacity_bytes} are configured, "
-                f"{shape.slab_room} of them for slabs"
-            )
+        for folder, index_file in machine.index_files.items():
+            sizes = dict(machine.disk.files(Path(folder)))
+            slabs = sum(size for name, size in sizes.items() if name.startswith("slab-"))
+            machine.counts["most_bytes"] = max(machine.counts["most_bytes"], slabs)
+            used = sum(-(-size // PAGE) * PAGE for size in sizes.values()) + index_file.nbytes
+            if slabs > shape.slab_room or index_file.nbytes > shape.map_bytes or used > shape.capacity_bytes:
+                raise Wrong(
+                    f"{used} bytes in {folder}, {slabs} of them slabs; {shape.capacity_bytes} are configured, "
+                    f"{shape.slab_room} of them for slabs"
+                )
 
     # ------------------------------------------------------------ asides
 
@@ -394,13 +395,21 @@ class Scenario:
         machine = self.machine
         owed = self._owed_now()
         rng = random.Random(self.rng.random())
-        disk, index_file, boot = machine.disk.copy(rng), machine.index_file.copy(), machine.boot
+        disk, boot = machine.disk.copy(rng), machine.boot
         if death is Death.POWER:
             disk.power_cut()
-            index_file.power_cut()
             boot += 1
-        records = recover_on(disk, index_file, boot, machine.shape.map_bytes, lambda operation: None)
-        found = read_records(disk, list_slabs(_folder(), disk), records)
+        found: dict[Key, MoveStatus] = {}
+        for folder, kept in machine.index_files.items():
+            index_file = kept.copy()
+            if death is Death.POWER:
+                index_file.power_cut()
+            records = recover_on(
+                folder, disk, index_file, boot, machine.shape.map_bytes, lambda operation: None
+            )
+            for key, status in read_records(folder, disk, records).items():
+                if found.get(key) is not MoveStatus.OK:
+                    found[key] = status
         machine.counts["asides"] += 1
         machine.counts["read"] += len(found)
         machine.counts["owed"] += len(owed)
@@ -412,10 +421,6 @@ class Scenario:
             )
         if not self._clears:
             self._check_gone(set(found), f"{death.value} before {operation}, aside,")
-
-
-def _folder() -> Path:
-    return Path(FOLDER)
 
 
 __all__ = ["Plan", "Scenario"]

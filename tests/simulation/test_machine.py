@@ -23,7 +23,7 @@ from tests.simulation.scenario import Plan, Scenario
 from tiers.nvme import carry
 from tiers.nvme.trailer import Trailer
 
-_EACH_PLAN = range(1, 9)
+_EACH_PLAN = range(1, 10)
 _STEPS = 1000
 
 
