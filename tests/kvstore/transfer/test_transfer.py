@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstore.cli.admin import call_admin
 from kvstore.cli.namespaces import _as_dict, _render, ask, choose
@@ -247,55 +250,21 @@ def test_a_namespace_is_chosen_by_model_tenant_or_digits(target: Service) -> Non
             choose(found, "gpt", None)
 
 
-def test_a_killed_import_is_simply_run_again(place: Path) -> None:
-    here, there, file = folders(place)
-    blocks = 1800
-    with started(small_config(here)) as service, engine(service, parts()) as one:
-        hashes = one.store(many(1, blocks))
-        assert exported(service, file).blocks == blocks
-    with started(small_config(there)) as service:
-        command = [sys.executable, "-m", "kvstore.cli.main", "import", str(file), "--socket", service.socket]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            wait_for("the first blocks", lambda: service.stats().counters.get("seals_published", 0) > 0)
-            process.kill()
-        there_already = service.stats().counters["seals_published"]
-        wait_for("its session's end", lambda: not service.stats().sessions)
-        found = imported(service, file)
-        assert (found.stored + found.known, found.complete) == (blocks, True)
-        assert found.known >= min(there_already, blocks)
-        with engine(service, parts()) as two:
-            assert two.served(hashes) == blocks
-        assert service.faults() == []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Big:
+    """A namespace of 2,500 blocks, exported twice."""
+
+    whole: Path  # while its daemon was killed and came back
+    cut_short: Path  # by the end of the exporter
+    hashes: NDArray[np.uint64]
 
 
-def test_a_daemon_that_dies_in_the_middle_costs_no_block(place: Path) -> None:
-    here, there, file = folders(place)
-    blocks = 2500
-    with started(small_config(here)) as service, engine(service, parts()) as one:
-        hashes = one.store(many(1, blocks))
-        killed: list[int] = []
-
-        def kill(_done: int, _total: int) -> None:
-            if not killed:
-                killed.append(service.kill_daemon())
-
-        assert exported(service, file, progress=kill).blocks == blocks
-        assert killed
-    with started(small_config(there)) as service:
-        killed.clear()
-        found = imported(service, file, progress=kill)
-        assert killed
-        assert (found.stored + found.known, found.damaged, found.complete) == (blocks, 0, True)
-        assert found.put_out == 0
-        with engine(service, parts()) as two:
-            assert two.served(hashes) == blocks
-        assert service.faults() == []
-
-
-def test_a_killed_export_leaves_a_file_that_can_be_imported(place: Path) -> None:
-    here, there, file = folders(place)
-    with started(small_config(here)) as service, engine(service, parts()) as one:
-        one.store(many(1, 2500))
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Big:
+    folder = tmp_path_factory.mktemp("kv")
+    file, killed = folder / "m.kvx", list[int]()
+    with started(small_config(folder)) as service, engine(service, parts()) as one:
+        hashes = one.store(many(1, 2500))
 
         def fail(_done: int, _total: int) -> None:
             raise KeyboardInterrupt
@@ -303,25 +272,63 @@ def test_a_killed_export_leaves_a_file_that_can_be_imported(place: Path) -> None
         with pytest.raises(KeyboardInterrupt):
             exported(service, file, progress=fail)
         assert not file.exists()
-        assert service.stats().sessions[0].name == "engine"
-        assert len(service.stats().sessions) == 1
-    with started(small_config(there)) as service:
-        found = imported(service, unfinished(file))
-        assert found.stored > 0
-        assert not found.complete
+        assert [session.name for session in service.stats().sessions] == ["engine"]
+        cut_short = unfinished(file).rename(folder / "cut")
+
+        def kill(_done: int, _total: int) -> None:
+            if not killed:
+                killed.append(service.kill_daemon())
+
+        assert exported(service, file, progress=kill).blocks == 2500, "a daemon that dies costs no block"
+        assert killed
+    return Big(whole=file, cut_short=cut_short, hashes=hashes)
 
 
-def test_a_file_larger_than_the_tier_does_not_put_out_its_own_beginning(place: Path) -> None:
-    here, there, file = folders(place)
-    with started(small_config(here)) as service, engine(service, parts()) as one:
-        one.store(many(1, 2000))
-        exported(service, file)
-    with started(small_config(there, dram_bytes=16 * MIB)) as service:
-        found = imported(service, file)
+def test_a_killed_import_is_simply_run_again(big: Big, target: Service) -> None:
+    before = emptied(target).stats().counters.get("seals_published", 0)
+    command = [sys.executable, "-m", "kvstore.cli.main", "import", str(big.whole), "--socket", target.socket]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        wait_for("the first blocks", lambda: target.stats().counters.get("seals_published", 0) > before)
+        process.kill()
+    stored = target.stats().rows
+    wait_for("its session's end", lambda: not target.stats().sessions)
+    found = imported(target, big.whole)
+    assert (found.stored + found.known, found.complete) == (2500, True)
+    assert found.known >= stored > 0
+    with engine(target, parts()) as two:
+        assert two.served(big.hashes) == 2500
+    assert target.faults() == []
+
+
+def test_a_daemon_that_dies_in_the_middle_costs_no_block(big: Big, target: Service) -> None:
+    killed: list[int] = []
+
+    def kill(_done: int, _total: int) -> None:
+        if not killed:
+            killed.append(target.kill_daemon())
+
+    found = imported(emptied(target), big.whole, progress=kill)
+    assert killed
+    assert (found.stored + found.known, found.damaged, found.complete) == (2500, 0, True)
+    assert found.put_out == 0
+    with engine(target, parts()) as two:
+        assert two.served(big.hashes) == 2500
+    assert target.faults() == []
+
+
+def test_a_killed_export_leaves_a_file_that_can_be_imported(big: Big, target: Service) -> None:
+    found = imported(emptied(target), big.cut_short)
+    assert found.stored > 0
+    assert not found.complete
+
+
+def test_a_file_larger_than_the_tier_does_not_put_out_its_own_beginning(big: Big, place: Path) -> None:
+    with started(small_config(place, dram_bytes=16 * MIB)) as service:
+        found = imported(service, big.whole)
         assert found.stored == int(16 * MIB * 0.9) // SLOT_BYTES
-        assert found.stored + found.no_room == 2000
+        assert (found.stored + found.no_room, found.put_out) == (2500, 0)
         with engine(service, parts()) as two:
-            assert two.served(two.hashes(many(1, 2000))) == found.stored
+            assert two.served(big.hashes) == found.stored
 
 
 def test_what_only_hbm_has_is_counted_and_left_out(place: Path) -> None:
