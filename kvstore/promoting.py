@@ -123,23 +123,21 @@ class Promoting:
 
         Another each time, so that one which cannot be read does not keep the path paused. O(NVMe slots).
         """
-        state, streak = self._state, self.health[number].reads
-        if not streak.paused or not streak.open(state.now_ms) or streak.trying or not self._paths[number].up:
+        state, streak, path = self._state, self.health[number].reads, self._paths[number]
+        if not streak.paused or not streak.open(state.now_ms) or not path.up or state.hung[number]:
             return
-        if state.hung[number] or self._paths[number].demanded or self._paths[number].prefetched:
+        if path.demanded or path.prefetched:
             return
-        slots = np.flatnonzero((state.nvme.state & np.uint64(0xFF)) == np.uint64(SlotState.SEALED)).astype(
-            np.uint32
-        )
+        sealed = (state.nvme.state & np.uint64(0xFF)) == np.uint64(SlotState.SEALED)
+        slots = np.flatnonzero(sealed).astype(np.uint32)
         slots = slots[state.nvme.devices(slots) == number]
         slots = slots[state.columns.dram[state.nvme.row[slots]] == NONE]
         if len(slots):
             self._probes += 1
-            chosen = slots[self._probes * _PROBE_STRIDE % len(slots)]
-            slot_bytes = int(state.nvme.slot_bytes(np.array([chosen], dtype=np.uint32))[0])
-            row = state.nvme.row[chosen : chosen + 1]
-            if self.promote(ClassKey(device=0, slot_bytes=slot_bytes), row):
-                streak.probing = True
+            at = self._probes * _PROBE_STRIDE % len(slots)
+            chosen = slots[at : at + 1]
+            key = ClassKey(device=0, slot_bytes=int(state.nvme.slot_bytes(chosen)[0]))
+            streak.probing = self.promote(key, state.nvme.row[chosen]) > 0
 
     def demand(self, rows: U32) -> None:
         """Prefetched rows are wanted now: they go before what is only prefetched."""

@@ -405,6 +405,11 @@ def test_a_paused_disk_that_nobody_asks_for_is_tried_all_the_same() -> None:
     assert rig.tier(Tier.NVME).sealed_slots == 40, "and none of its blocks is given up for that"
     rig.now_ms += RETRY_MS
     rig.store.tick(rig.now_ms)
+    assert len(rig.store.take_moves(0, 10)) == 1
+    rig.store.mover_dead(0, rig.now_ms)  # with what was to tell
+    rig.store.take_moves(0, 10)
+    rig.now_ms += RETRY_MS
+    rig.store.tick(rig.now_ms)
     assert len(rig.write_down()) == 1
     assert not rig.store.health(0).reads.paused
     rig.store.tick(rig.now_ms)
