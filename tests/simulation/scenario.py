@@ -314,7 +314,7 @@ class Scenario:
             found = self._read_all()
             self._check_owed(found, now, death)
             self._stale = {key: place for key, place in now.items() if found.get(key) is not MoveStatus.OK}
-            self.excused.clear()  # what came back was stored after every clear
+            self.excused &= set(now)  # the rest is stored anew, if at all
         self.promised = {key: now[key] for key in self._owed if key in now}
         self._check_gone(known(machine.life), death.value)
         self.check()
