@@ -33,6 +33,8 @@ class IndexWriter:
         self._slabs = slabs
         self._opened = opened
         self._dropped_slabs: list[int] = []
+        self._asked: set[int] = set()
+        """Slabs that somebody waits to delete."""
         self._behind = False
         """Whether the last commit failed."""
         self._map_bytes = 0  # to be resized to; 0: not
@@ -43,6 +45,20 @@ class IndexWriter:
         """The slab is deleted: nothing in it is to be found again."""
         self._dropped_slabs.append(number)
         self._due = True
+
+    def has_forgotten(self, number: int) -> bool:
+        """Whether the slab may be deleted: the index names nothing in it. If not, the next commit sees to it.
+
+        A kill between the two would leave an index that names a slab which is missing, which a strict recovery refuses.
+        True as well while commits fail, since then blocks are not kept waiting for one.
+        """
+        if number not in self._asked:
+            self._asked.add(number)
+            self.drop_slab(number)
+        if number in self._dropped_slabs and not self._behind:
+            return False
+        self._asked.discard(number)
+        return True
 
     def resize(self, map_bytes: int) -> None:
         """Before the next commit the index is given another bound, which is not below what its file takes."""

@@ -326,7 +326,8 @@ class MoverPath:
             if not len(moves):
                 break
             self._waiting_moves = moves  # whatever fails in between, they are not lost
-            self._slabs.open(moves, link)
+            if not self._slabs.open(moves, link):
+                break
             sent = link.send_moves(moves) if not link.wants_write else 0
             self.outstanding.sent(moves[:sent], time.monotonic())
             self._waiting_moves = moves[sent:] if sent < len(moves) else None
@@ -372,7 +373,7 @@ class MoverPath:
             loop.remove_writer(link.fileno())
             if self._retry is None:
                 self._retry = loop.call_later(_STARVED_RETRY_S, self._try_again)
-        elif link.wants_write or self._waiting_moves is not None:
+        elif link.wants_write or (self._waiting_moves is not None and not self._slabs.waits):
             loop.add_writer(link.fileno(), self._writable)
         else:
             loop.remove_writer(link.fileno())

@@ -28,6 +28,8 @@ class PathSlabs:
         self._table = table
         self._directory = directory
         self._index = index
+        self.waits = False
+        """Whether the last `open` said that its moves must wait."""
         self._known: set[int] = set()
         self._doomed: set[int] = set()
         """Numbers of slabs that it was told to delete."""
@@ -41,14 +43,20 @@ class PathSlabs:
         """The extent's slab is not open: the next move that names it has it tried again."""
         self._known.discard(extent)
 
-    def open(self, moves: NDArray[np.void], link: MoverLink) -> None:
-        """A slab is made, or made anew for another slot size, before the first move that names its extent."""
+    def open(self, moves: NDArray[np.void], link: MoverLink) -> bool:
+        """A slab is made, or made anew for another slot size, before the first move that names its extent.
+
+        False: the moves must wait until the index has forgotten a slab that has to go first, for one commit.
+        """
+        self.waits = False
         for extent in np.unique(moves["nvme_extent"]).tolist():
             slot_bytes = int(self._columns.extent_slot_bytes[extent])
             number = self._table.number(extent)
             if number and self._table.slot_bytes(extent) != slot_bytes:
                 # The store cuts an extent anew only when none of its slots is in use, so no move names the old slab.
-                self._index.drop_slab(number)
+                if not self._index.has_forgotten(number):
+                    self.waits = True
+                    continue
                 self._send(link, extent, number, self._table.slot_bytes(extent))
                 link.send_drop(Tier.NVME, extent)
                 self._known.discard(extent)
@@ -57,6 +65,7 @@ class PathSlabs:
                 number = self._directory.new_slab_number()
                 self._table.set(extent, number, slot_bytes)
             self._send(link, extent, number, slot_bytes)
+        return not self.waits
 
     def _send(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
         if extent not in self._known:

@@ -51,6 +51,9 @@ class FakeLink:
     def send_slab(self, extent: int, *_rest: int) -> None:
         self.said.append(f"slab {extent}")
 
+    def send_drop(self, _tier: Tier, extent: int) -> None:
+        self.said.append(f"drop {extent}")
+
     def send_moves(self, moves: NDArray[np.void]) -> int:
         self.said.append(f"moves {moves['dram_extent'].tolist()}")
         return len(moves)
@@ -236,3 +239,36 @@ def test_a_link_short_of_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) ->
     os.close(fd)
     link.stop()
     theirs.close()
+
+
+def test_a_slab_goes_only_once_the_index_has_forgotten_it() -> None:
+    """A slab was deleted for one of another slot size before the commit that forgets it: a strict recovery after a kill
+    in between would not have started."""
+
+    async def work() -> None:
+        rig = Rig()
+        sizes, numbers, forgotten = {0: 2 * SLOT_BYTES}, {0: 1}, set[int]()
+        table: Any = rig.path._slabs._table
+        table.number, table.slot_bytes = numbers.__getitem__, sizes.__getitem__
+        table.set = lambda extent, number, size: (
+            numbers.update({extent: number}),
+            sizes.update({extent: size}),
+        )
+        directory: Any = rig.path._slabs._directory
+        directory.new_slab_number = lambda: 2
+        index: Any = SimpleNamespace(has_forgotten=lambda number: number in forgotten)
+        rig.path._slabs._index = index
+        running = asyncio.create_task(rig.path.run_forever())
+        rig.kept.confirm.set()
+        await rig.in_service()
+        rig.path.pump()
+        assert rig.link.said == ["extent 10"], "its moves wait"
+        forgotten.add(1)
+        rig.path.pump()
+        assert rig.link.said == ["extent 10", "slab 0", "drop 0", "slab 0", "moves [10]"]
+        assert numbers == {0: 2}
+        running.cancel()
+        asyncio.get_running_loop().remove_reader(rig.link.fileno())
+        rig.link.close()
+
+    asyncio.run(work())
