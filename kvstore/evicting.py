@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eviction.base import Policy
 from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
 from kvstore.moves import U32, U64, MissCause
 from kvstore.slots import ClassKey, SlotClass, SlotPool
@@ -218,6 +219,9 @@ class Evictor:
         """Up to `count` victims that are good now."""
         if owner.exhausted:
             return NO_SLOTS
+        ranking = self._state.rankings.get(pool.tier)
+        if ranking is not None:
+            return self._ranked(pool, owner, ranking, count)
         name = (pool.tier, owner.key)
         chosen = self._chosen.get(name)
         while True:
@@ -236,6 +240,25 @@ class Evictor:
             good[good] = self._state.columns.touch[rows[good]] == touches[good]
             if good.any():
                 return slots[good]
+
+    def _ranked(self, pool: SlotPool, owner: SlotClass, ranking: Policy, count: int) -> U32:
+        """Up to `count` victims that a policy of the tier's own names; they have left it, so all must go now."""
+        columns = self._state.columns
+        column = columns.dram if pool.tier is Tier.DRAM else columns.nvme
+        of_class = np.zeros(len(columns.extent_state), dtype=np.bool_)
+        of_class[owner.extents] = True
+
+        def may_go(rows: U32) -> NDArray[np.bool_]:
+            slots = column[rows]
+            good: NDArray[np.bool_] = slots != NONE
+            slots = slots[good]
+            good[good] = self.evictable(pool, slots) & of_class[pool.extent[slots]]
+            return good
+
+        victims: U32 = column[ranking.victims(count, self._state.now_ms / 1000, may_go)]
+        if not len(victims):
+            owner.exhausted = True
+        return victims
 
     def _choose(self, pool: SlotPool, owner: SlotClass, count: int) -> _Chosen:
         ranges = owner.free.ranges()

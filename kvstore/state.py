@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import EvictionPolicy
+from eviction.base import EvictionPolicy, Policy
 from kvstore.extents import Extents
 from kvstore.ghosts import Ghosts
 from kvstore.layout import (
@@ -74,6 +74,7 @@ class StoreState:
         "nvme",
         "nvme_changed",
         "policy",
+        "rankings",
         "recorder",
         "sample",
         "sealed_in_dram",
@@ -89,6 +90,8 @@ class StoreState:
         self.columns = columns
         self.limits = limits
         self.policy = policy
+        self.rankings: dict[Tier, Policy] = {}
+        """DRAM or NVMe: who names victims there in place of `policy`. Whoever puts one here tells it of every use."""
         self.fault = fault
         self.now_ms = 0
         """The latest time that a caller has told."""

@@ -27,9 +27,9 @@ from bench.simulate.options import (
 from bench.simulate.outcome import StoreOutcome, TierBytes, serve
 from bench.simulate.plots import draw_curves
 from bench.simulate.progress import Progress
-from bench.simulate.store_policies import store_policy
 from bench.simulate.tables import policies_table, store_table
 from bench.simulate.trace import Trace
+from eviction.factory import policy_factory
 from kvstore.units import parse_size
 
 __all__ = ["simulate"]
@@ -43,11 +43,8 @@ def simulate(
     trace: TraceArgument,
     *,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy", help="Names of eviction policies, separated by commas [auto,lru; the store: lru]."
-        ),
-    ] = None,
+        str, typer.Option("--policy", help="Names of eviction policies, separated by commas.")
+    ] = "auto,lru",
     capacity: Annotated[
         str | None,
         typer.Option(
@@ -81,9 +78,9 @@ def simulate(
 ) -> None:
     """Replay a request trace on policies or on the whole store."""
     tiers = _tiers(hbm, dram, nvme)
-    names = names_of(policy or ("auto,lru" if tiers is None else "lru"), "--policy")
-    for name in names if tiers else ():
-        store_policy(name)  # what it does not have is said before hours of work
+    names = names_of(policy, "--policy")
+    for name in names:
+        policy_factory(name)  # one that is not there is said before hours of work
     percents = percents_of(capacity or _CAPACITIES) if capacity or tiers is None else None
     hardware = Hardware(
         gpus=gpus,

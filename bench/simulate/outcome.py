@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from bench.simulate.clock import Channel
 from bench.simulate.hardware import Model
 from bench.simulate.serving import Served, Serving
-from bench.simulate.store_policies import store_policy
 from bench.simulate.tiered import Sizes
 from bench.simulate.trace import Trace
+from eviction.base import PolicyFactory
+from eviction.factory import policy_factory
 from kvstore.errors import InvalidArgument
 
 __all__ = ["Latency", "StoreOutcome", "TierBytes", "serve", "without_store"]
@@ -77,8 +78,13 @@ def serve(
             f"a block of {trace.block_tokens} tokens of {model.name} takes {slot_bytes:,} bytes: --hbm must hold some, "
             "and a disk needs DRAM before it"
         )
-    served = Serving(trace, model, sizes, store_policy(policy), speed).run(progress)
+    served = Serving(trace, model, sizes, _factory(policy), speed).run(progress)
     return _outcome(tiers, policy, served, without_store(trace, model, speed))
+
+
+def _factory(policy: str) -> PolicyFactory | None:
+    """LRU as the store itself has it: by the keys of its rows, in all tiers."""
+    return None if policy == "lru" else policy_factory(policy)
 
 
 def without_store(trace: Trace, model: Model, speed: float) -> Latency:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.simulate.clock import Channel, Clock
 from bench.simulate.hardware import Model
-from bench.simulate.tiered import Sizes, TieredStore
+from bench.simulate.tiered import Known, Sizes, TieredStore
 from bench.simulate.trace import Trace
-from eviction.base import EvictionPolicy
+from eviction.base import PolicyFactory, Stop
 from kvstore.layout import Tier
 from kvstore.moves import Grant, MoveKind, Outcome
 from kvstore.store import Store
@@ -60,15 +61,27 @@ class _Request:
     output_tokens: int
     reserve: int
     found: NDArray[np.uint8]
+    known: Known
+    stop: Stop
     retry_s: float = 0.0
     short: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unstored:
+    """Blocks of a prompt in HBM that wait for room in DRAM."""
+
+    slots: U32
+    generations: U32
+    prompt_blocks: int
+    stop: Stop
 
 
 class Serving:
     """One run. `sizes` has at least a slot of HBM."""
 
     def __init__(
-        self, trace: Trace, model: Model, sizes: Sizes, policy: EvictionPolicy, speed: float
+        self, trace: Trace, model: Model, sizes: Sizes, policy: PolicyFactory | None, speed: float
     ) -> None:
         self._trace, self._model, self._sizes = trace, model, sizes
         longest = int(np.diff(trace.offsets).max(initial=1))
@@ -81,7 +94,7 @@ class Serving:
         self._running = 0
         self._moving = False
         self._ticked_s = 0.0
-        self._unstored: deque[tuple[U32, U32]] = deque()  # slots and generations in HBM that wait for room
+        self._unstored: deque[_Unstored] = deque()
         self._ttft_s: list[float] = []
         self._hits = np.zeros(len(Tier), dtype=np.int64)
         self._moved = {"dram_to_hbm": 0, "hbm_to_dram": 0, "nvme_to_dram": 0, "dram_to_nvme": 0}
@@ -119,6 +132,10 @@ class Serving:
         """What is simulated."""
         return self._store.store
 
+    def check_rankings(self) -> None:
+        """Raises AssertionError where a policy's parts contradict each other."""
+        self._store.check_rankings()
+
     # -- a request's life
 
     def _arrive(self, number: int) -> None:
@@ -139,6 +156,8 @@ class Serving:
             output_tokens=answer,
             reserve=reserve,
             found=self._store.found(hashes),
+            known=self._store.known(hashes),
+            stop=Stop(int(trace.stop[number])),
         )
         if (request.found == Tier.NVME).any():
             self._store.prefetch(number, hashes)
@@ -160,6 +179,7 @@ class Serving:
                 del self._waiting[request.number]
                 self._running += 1
                 self._count_hits(request, answer.grant)
+                self._store.tell_found(request.hashes, request.known, request.stop)
                 self._load(request, answer.grant)
                 continue
             request.retry_s = now_s + _RETRY_S
@@ -203,7 +223,14 @@ class Serving:
         if len(published) and self._sizes.dram:
             slots = grant.hbm_slots[published]
             self._store.hold(Tier.HBM, slots)
-            self._unstored.append((slots, grant.hbm_generations[published]))
+            self._unstored.append(
+                _Unstored(
+                    slots=slots,
+                    generations=grant.hbm_generations[published],
+                    prompt_blocks=len(request.hashes),
+                    stop=request.stop,
+                )
+            )
         decode_s = self._model.decode_s(request.prompt_tokens, request.output_tokens)
         self._clock.at(now_s + decode_s, lambda: self._end(grant))
 
@@ -229,21 +256,25 @@ class Serving:
     def _store_down(self) -> None:
         """Copies what was computed to DRAM, as far as there is room; what has none while HBM is short is given up."""
         while self._unstored:
-            slots, generations = self._unstored.popleft()
-            room = self._store.room(len(slots))
+            part = self._unstored.popleft()
+            room = self._store.room(len(part.slots))
             got = 0 if room is None else len(room.dram_slots)
             if room is not None and got:
-                copies = _copies(slots[:got], generations[:got], room.dram_slots, room.dram_generations)
-                self._copy(self._down, "hbm_to_dram", got, lambda copies=copies: self._store.stored(copies))  # type: ignore[misc]
-            if got < len(slots):
-                self._give_up(slots[got:], generations[got:])
+                copies = _copies(
+                    part.slots[:got], part.generations[:got], room.dram_slots, room.dram_generations
+                )
+                self._copy(self._down, "hbm_to_dram", got, partial(self._stored, part, copies))
+            if got < len(part.slots):
+                rest = replace(part, slots=part.slots[got:], generations=part.generations[got:])
+                if self._waiting:  # for HBM, perhaps for this
+                    self._store.release(hbm=rest.slots)
+                else:
+                    self._unstored.appendleft(rest)
                 return
 
-    def _give_up(self, slots: U32, generations: U32) -> None:
-        if self._waiting:
-            self._store.release(hbm=slots)
-        else:
-            self._unstored.appendleft((slots, generations))
+    def _stored(self, part: _Unstored, copies: NDArray[np.void]) -> None:
+        rows = self._store.stored(copies)
+        self._store.tell_computed(rows, part.prompt_blocks, part.stop)
 
     def _feed_disk(self) -> None:
         if self._moving or not self._sizes.nvme:

@@ -18,7 +18,8 @@ from bench.simulate.serving import Serving
 from bench.simulate.stack import lru_curve
 from bench.simulate.tiered import Sizes
 from bench.simulate.trace import Trace
-from eviction.lru import Lru
+from eviction.base import PolicyFactory
+from eviction.factory import policy_factory
 from kvstore.errors import InvalidArgument
 from tests.bench.simulate.traces import DATA, random_chains, trace_of
 
@@ -115,21 +116,44 @@ def test_the_gpu_serves_one_prompt_after_the_other() -> None:
     assert run(trace, tiers(10, 0, 0)).ttft.mean_s == pytest.approx(2 * one)
 
 
-@pytest.mark.parametrize("sizes", [(12, 0, 0), (16, 16, 0), (16, 24, 60), (64, 16, 16)])
-def test_crowded_tiers_serve_everything_and_leave_nothing_held(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes, name",
+    [
+        ((12, 0, 0), None),
+        ((16, 16, 0), "auto"),
+        ((16, 24, 60), None),
+        ((16, 24, 60), "arc"),
+        ((64, 16, 16), "fifo"),
+    ],
+)
+def test_crowded_tiers_serve_everything_and_leave_nothing_held(
+    sizes: tuple[int, int, int], name: str | None
+) -> None:
+    policy: PolicyFactory | None = None if name is None else policy_factory(name)
     trace = trace_of(random_chains(150, 5, most=9, width=4), [20 * number for number in range(150)])
-    found = tiers(*sizes)
-    serving = Serving(
-        trace,
-        model(),
-        Sizes(slot_bytes=block_bytes(), hbm_bytes=found.hbm, dram_bytes=found.dram, nvme_bytes=found.nvme),
-        Lru(),
-        1.0,
-    )
+    serving = Serving(trace, model(), slots_of(tiers(*sizes)), policy, 1.0)
     served = serving.run()
     assert len(served.ttft_s) == 150
     assert serving.store.check_integrity() == []
+    serving.check_rankings()
     assert all(tier.held_slots == 0 for tier in serving.store.stats().tiers)
+
+
+def test_policies_order_dram_and_disk() -> None:
+    """LRU as a policy of its own hits what the store's own LRU does, and FIFO, which forgets what is used, less."""
+    trace = spaced(400, 3)
+    sizes = tiers(20, 100, 0)
+    own, lru, fifo = (
+        Serving(trace, model(), slots_of(sizes), made, 1.0).run()
+        for made in (None, policy_factory("lru"), policy_factory("fifo"))
+    )
+    hits = [sum(served.hit_blocks.values()) / served.prompt_blocks for served in (own, lru, fifo)]
+    assert hits[1] == pytest.approx(hits[0], abs=0.01)
+    assert hits[2] < hits[1] - 0.01
+
+
+def slots_of(found: TierBytes) -> Sizes:
+    return Sizes(slot_bytes=block_bytes(), hbm_bytes=found.hbm, dram_bytes=found.dram, nvme_bytes=found.nvme)
 
 
 def test_equal_runs_are_equal() -> None:
