@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Rows, Use
+from eviction.base import Use
 from eviction.ranked import Entries, RankedPolicy
 
 __all__ = ["GdsfPolicy"]
@@ -24,6 +24,7 @@ where that is for a model of 8 billion parameters."""
 _CLASSES_AN_OCTAVE = 4  # values are rounded to a class's, by 9 % at most
 _CLASSES = 96
 _MOST_USES = 255
+_HEADS = 64  # of each class are looked at to find a bound
 _VALUES: F64 = 2.0 ** (np.arange(_CLASSES) / _CLASSES_AN_OCTAVE)
 
 
@@ -51,27 +52,23 @@ class GdsfPolicy(RankedPolicy):
         return found
 
     def _lowest(self, count: int) -> tuple[Entries, F64]:
-        rows: list[Rows] = [np.empty(0, dtype=np.uint32)]
-        stamps: list[I64] = [np.empty(0, dtype=np.int64)]
-        ranks: list[F64] = [np.empty(0)]
-        for number, log in enumerate(self._logs):
-            if log is not None and len(log):
-                entries = log.first(
-                    count, self._stamp
-                )  # marks ascend, so no later one of the class goes before
-                rows.append(entries.rows)
-                stamps.append(entries.stamps)
-                ranks.append(entries.marks + _VALUES[number])
-        of_all = np.concatenate(ranks)
-        if len(of_all) > count:
-            order = np.argpartition(of_all, count)[: count + 1]
-            order = order[np.argsort(of_all[order], kind="stable")]
+        logs = [(log, _VALUES[n]) for n, log in enumerate(self._logs) if log is not None and len(log)]
+        if not logs:
+            return self._plan
+        # Marks ascend within a class. So many of the least ranks are no higher than the highest of as many heads.
+        heads = [log.first(_HEADS, self._stamp).marks + value for log, value in logs]
+        of_heads = np.concatenate(heads)
+        if len(of_heads) >= count:
+            highest = float(np.partition(of_heads, count - 1)[count - 1])
+            parts = [log.up_to(highest - value, self._stamp) for log, value in logs]
         else:
-            order = np.argsort(of_all, kind="stable")
-        entries = Entries(
-            rows=np.concatenate(rows)[order], stamps=np.concatenate(stamps)[order], marks=of_all[order]
+            parts = [log.first(count, self._stamp) for log, _ in logs]
+        ranks = np.concatenate([part.marks + value for part, (_, value) in zip(parts, logs, strict=True)])
+        order = np.argsort(ranks, kind="stable")
+        rows, stamps = (
+            np.concatenate(columns) for columns in zip(*((p.rows, p.stamps) for p in parts), strict=True)
         )
-        return entries, entries.marks
+        return Entries(rows=rows[order], stamps=stamps[order], marks=ranks[order]), ranks[order]
 
     def _left(self, ranks: F64) -> None:
         self._clock = max(self._clock, float(ranks.max()))

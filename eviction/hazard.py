@@ -33,6 +33,7 @@ _CLASSES = _MOST_USES * _GAPS * _STOPS
 _REMEMBERED = 8  # times the capacity: blocks that left stay known, and lives stay open
 _FEWEST_REMEMBERED = 1 << 16
 _REFRESH_LIVES = 4096
+_REFRESH_USES = 32  # a refresh takes some milliseconds
 _FEWEST_SEARCHED = 4096
 
 
@@ -48,7 +49,7 @@ class HazardPolicy(RankedPolicy):
         self._life = np.full(places, -1, dtype=np.int64)  # [places] the open life of what is named there
         self._uses = np.zeros(places, dtype=np.int64)  # [places] so far, at most _MOST_USES - 1
         self._ages = ReuseAges((_MOST_USES, _GAPS * _STOPS), remembered)
-        self._refresh_at = 0
+        self._refresh_at = self._uses_to_refresh = 0
         self._teacher = self if teacher is None else teacher
 
     @property
@@ -71,8 +72,10 @@ class HazardPolicy(RankedPolicy):
         classes: I64 = (uses * _GAPS + gaps) * _STOPS + int(use.stop)
         first = self._ages.begin(classes, use.now_s)
         self._life[places] = np.arange(first, first + len(places))
-        if self._teacher is self and self._ages.lives >= self._refresh_at:
+        self._uses_to_refresh -= 1
+        if self._teacher is self and self._ages.lives >= self._refresh_at and self._uses_to_refresh <= 0:
             self._ages.refresh(use.now_s)
+            self._uses_to_refresh = _REFRESH_USES
             # Often at first, when every life teaches much.
             self._refresh_at = self._ages.lives + min(_REFRESH_LIVES, 256 + self._ages.lives // 4)
         return classes

@@ -17,6 +17,7 @@ __all__ = ["Order"]
 _NOWHERE = np.int64(-1)
 _FIRST_LOG_ROWS = 1024
 _FEWEST_SCANNED = 64
+_MOST_SCANNED = 1 << 17
 _NO_ROWS: Rows = np.empty(0, dtype=np.uint32)
 
 
@@ -72,8 +73,10 @@ class Order:
         """The first `count` rows that may go, fewer where there are not so many."""
         parts: list[Rows] = []
         missing, position, all_gone = min(count, self._count), self._start, True
+        width = max(2 * missing, _FEWEST_SCANNED)
         while missing > 0 and position < self._end:
-            stop = min(position + max(2 * missing, _FEWEST_SCANNED), self._end)
+            stop = min(position + width, self._end)
+            width = min(2 * width, _MOST_SCANNED)  # long stretches may be dead, or may not go
             rows = self._log[position:stop]
             live = self._place[rows] == np.arange(self._base + position, self._base + stop)
             position = stop

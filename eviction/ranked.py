@@ -23,6 +23,7 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 _FEWEST_YOUNG = 1024
+_PLANNED_AHEAD = 1024
 _MOST_YOUNG = 1 << 14
 _YOUNG_SHARE = 16  # of the cached blocks
 _ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
@@ -79,6 +80,11 @@ class ClassLog:
             if len(live) >= count or width >= self._count:
                 return _picked(self.entries(), live)
             width *= 4
+
+    def up_to(self, mark: float, alive: I64) -> Entries:
+        """The live entries with marks up to this one, which may be a rounding error too low."""
+        stop = int(np.searchsorted(self._marks[: self._count], np.nextafter(mark, np.inf), side="right"))
+        return _picked(self.entries(), np.flatnonzero(alive[self._rows[:stop]] == self._stamps[:stop]))
 
     def _pack(self, room: int, alive: I64) -> None:
         kept = np.flatnonzero(alive[self._rows[: self._count]] == self._stamps[: self._count])
@@ -163,7 +169,7 @@ class RankedPolicy(CachePolicy):
         bound = min(max(self._count // _YOUNG_SHARE, _FEWEST_YOUNG), _MOST_YOUNG // 2)
         if self._young_count > (bound if self._count > _ALL_YOUNG else 3 * _ALL_YOUNG):
             self._put_away(0)
-        plan, plan_ranks = self._planned(count, bound, may_go)
+        plan, plan_ranks = self._planned(count, may_go)
         rows, stamps, ranks = self._young(may_go)
         if len(plan_ranks):
             rows = np.concatenate((plan.rows, rows))
@@ -206,12 +212,12 @@ class RankedPolicy(CachePolicy):
         )
         return rows, self._young_stamps[good], ranks
 
-    def _planned(self, count: int, bound: int, may_go: MayGo | None) -> tuple[Entries, F64]:
+    def _planned(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         """At least `count` of what is planned, counts and may go, or all there is in the logs."""
         found = self._still_good(self._plan, may_go, count)
         if len(found[1]) >= count:
             return found
-        size = count + bound
+        size = count + _PLANNED_AHEAD
         while True:
             self._plan = self._lowest(size)
             found = self._still_good(self._plan, may_go, count)

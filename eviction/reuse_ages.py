@@ -31,8 +31,9 @@ BUCKETS = 40
 _EDGES_S: F64 = np.concatenate(([0.0], _FIRST_AGE_S * 2.0 ** (np.arange(BUCKETS) / _BUCKETS_AN_OCTAVE)))
 _WIDTHS_S: F64 = np.diff(_EDGES_S)
 _ALIVE = np.inf
-_SHRINK_LIVES = 20.0
-"""A class with fewer lives than this in a bucket is mostly believed to be like all others."""
+_SHRINK_LIVES = 200.0
+"""A class with fewer lives than this in a bucket is mostly believed to be like all others: blocks of a prompt live and
+end together, so these are only the lives of some prompts."""
 _LEAST_HAZARD = 1e-6
 _HALF_LIFE_LIVES = 1 << 18
 """Lives after which old counts weigh half: a change of load is learned within a few hundred thousand blocks."""
@@ -200,12 +201,13 @@ def _worth(hazards: F64) -> F64:
     before = np.concatenate((np.ones((len(hazards), 1)), alive[:, :-1]), axis=1)
     hits = np.cumsum(before * hazards, axis=1)
     seconds = np.cumsum(before * _WIDTHS_S * (1.0 - hazards / 2.0), axis=1)
+    # From the middle of bucket b to the end of bucket k: the sums' difference, for those alive at the end of b, and the
+    # rest of b itself. All divided by P(alive at b's end), so that only the sums depend on k.
+    left = np.maximum(1.0 - middle, 1e-12) / np.maximum(alive, 1e-12)
+    more_hits = middle / left - hits
+    more_s = _WIDTHS_S / 2.0 * (1.0 - middle / 2.0) / left - seconds
     for bucket in range(hazards.shape[1] - 1):
-        reach = np.maximum(alive[:, bucket], 1e-12)
-        half = 1.0 - middle[:, bucket]  # alive at the end of this bucket
-        first_s = _WIDTHS_S[bucket] / 2.0 * (1.0 - middle[:, bucket] / 2.0)
-        more_hits = (hits[:, bucket:] - hits[:, bucket : bucket + 1]) * (half / reach)[:, None]
-        more_s = (seconds[:, bucket:] - seconds[:, bucket : bucket + 1]) * (half / reach)[:, None]
-        rates = (middle[:, bucket, None] + more_hits) / (first_s[:, None] + more_s)
-        worth[:, bucket] = rates[:, :-1].max(axis=1) if bucket < hazards.shape[1] - 1 else 0.0
+        rates = hits[:, bucket:-1] + more_hits[:, bucket, None]
+        rates /= seconds[:, bucket:-1] + more_s[:, bucket, None]
+        worth[:, bucket] = rates.max(axis=1)
     return worth

@@ -171,7 +171,7 @@ def test_blocks_that_come_back_in_other_rows_are_known_by_name(make: PolicyFacto
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-@pytest.mark.parametrize(("seed", "capacity"), [(0, 7), (1, 30), (2, 64), (3, 150)])
+@pytest.mark.parametrize("seed, capacity", [(0, 7), (1, 30), (2, 64), (3, 150)])
 def test_victims_are_those_of_the_reference(name: str, seed: int, capacity: int) -> None:
     policy = policy_factory(name)(rows=MOST_BLOCKS, capacity_blocks=capacity)
     reference, here = REFERENCES[name](capacity), np.zeros(MOST_BLOCKS, dtype=np.bool_)

@@ -1,0 +1,87 @@
+"""`auto` on halves of real traces that share no session, and what it does when its first choice is wrong."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.simulate.compare import compare
+from bench.simulate.readers.open import open_trace
+from bench.simulate.trace import Trace
+from bench.simulate.users import play
+from eviction.auto import AutoPolicy
+from eviction.lru import LruPolicy
+from tests.eviction.chains import MOST_BLOCKS, Cache, prompts
+
+TRACES = Path(__file__).resolve().parents[3] / "shared/data/traces"
+WORSE_THAN_LRU = 0.003
+
+
+@functools.cache
+def trace(name: str) -> Trace:
+    file = TRACES / f"{name}.jsonl.zst"
+    if not file.exists():
+        pytest.skip(f"the trace {file.name} is not beside this checkout")
+    return open_trace(file)
+
+
+def closed(load: Trace, bounds: dict[float, float], look_ahead: int = 0) -> None:
+    """Of the gap from LRU to the optimum, at least so much at each capacity in percent; nowhere much below LRU."""
+    found = compare(load, ["auto"], list(bounds), look_ahead, lambda _line: None)
+    for row, lru in zip(found.rows, found.lru, strict=True):
+        assert row.hit_rate >= lru - WORSE_THAN_LRU
+        if bounds[row.capacity_pct]:
+            assert row.gap_closed is not None
+            assert row.gap_closed >= bounds[row.capacity_pct], f"{row.capacity_pct} %"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_both_halves_of_conversation_by_session(half: int) -> None:
+    """The bounds are the whole trace's, but at 10 %: half of it, with half the requests to learn from."""
+    closed(trace("mooncake_conversation").part(half, 2), {1: 0.17, 5: 0.09, 10: 0.03})
+
+
+@pytest.mark.slow
+def test_a_part_of_claude_code_with_users_in_proportion() -> None:
+    closed(play(trace("claude_code_weka").part(3, 16), 4), {1: 0.14})
+
+
+@pytest.mark.slow
+def test_a_look_ahead_closes_most_of_the_gap_and_harms_nowhere() -> None:
+    closed(play(trace("claude_code_weka").part(1, 16), 4), {0.5: 0.0, 1: 0.42}, look_ahead=16)
+
+
+def test_synthetic_is_not_much_worse_than_lru() -> None:
+    closed(trace("mooncake_synthetic"), {1: 0.0, 10: 0.0})
+
+
+def test_it_lets_lru_take_over_where_its_first_choice_is_worse() -> None:
+    """Blocks that were used often are used no more, and the other way round: what was learned is wrong for a while."""
+    rng = np.random.default_rng(0)
+    auto = AutoPolicy(rows=MOST_BLOCKS, capacity_blocks=256)
+    caches = Cache.of(auto, 256), Cache.of(LruPolicy(rows=MOST_BLOCKS, capacity_blocks=256), 256)
+    for phase in range(8):
+        hot = rng.permutation(MOST_BLOCKS)[:320].astype(np.uint32)
+        for _ in range(150):
+            start = int(rng.integers(0, 300))
+            for cache in caches:
+                cache.serve(hot[start : start + 20], step_s=0.1 * 4**phase)
+    assert caches[0].hit_rate >= caches[1].hit_rate - 0.03
+
+
+def test_whoever_takes_over_knows_what_is_cached_and_in_which_order() -> None:
+    auto = AutoPolicy(rows=MOST_BLOCKS, capacity_blocks=80)
+    cache, history = Cache.of(auto, 80), list(prompts(4, 60))
+    for rows in history:
+        cache.serve(rows)
+    auto._hand_over("lru")
+    auto.check_integrity()
+    assert len(auto) == int(cache.here.sum())
+    latest: list[int] = []  # what is cached, the last use first, within a prompt the head first
+    for rows in history[::-1]:
+        latest += [row for row in rows.tolist() if cache.here[row] and row not in latest]
+    assert auto.victims(30, 1000.0).tolist() == latest[::-1][:30]
