@@ -82,7 +82,8 @@ class Totals:
         return (
             f"{self.crashes:,} crashes in {self.seconds:,.0f} s ({kinds}, {counts['asides']:,} aside) over "
             f"{self.seeds:,} seeds: 0 wrong bytes in {counts['served'] + counts['read']:,} blocks read, 0 lost of "
-            f"{counts['owed']:,} owed after {counts['flushes']:,} flushes, {counts['clears']:,} clears, at most "
+            f"{counts['owed']:,} owed after {counts['flushes']:,} flushes, {counts['clears']:,} clears, "
+            f"{counts['stops']:,} orderly ends, at most "
             f"{self.fullest:.1%} of the room for slabs"
         )
 

@@ -19,8 +19,8 @@ from kvstore.errors import KvstoreError
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.simulation.clients import Clients
-from tests.simulation.disk import PAGE
-from tests.simulation.machine import Death, Machine, Shape, Wrong, recover_on
+from tests.simulation.disk import PAGE, Odds
+from tests.simulation.machine import Death, Life, Machine, Shape, Wrong, recover_on
 from tests.simulation.oracle import Key, Place, check_memory, in_dram, known, on_path, places, read_records
 
 _ALL_NAMESPACES = 0xFFFFFFFF
@@ -47,6 +47,8 @@ class Plan:
     """Odds that an operation of the disk is looked at aside, twice then."""
     clears: float = 0.002
     flushes: float = 0.02
+    stops: float = 0.001
+    """Odds, at each step, that the daemon is ended in order."""
     clients: float = 0.2
     """Odds, at each step, that an administrator clears, somebody flushes, an engine acts."""
     checks: float = 0.02
@@ -95,6 +97,7 @@ class Scenario:
             {(int(a), int(b)) for a, b in chain.reshape(-1, 2)} for chain in self.clients.hashes
         ]
         self._judge: Death | None = None
+        self._stop: asyncio.Task[Flushed] | None = None
         self._last = Death.POWER
         self._looking = False
         self._failure: Wrong | None = None
@@ -115,22 +118,8 @@ class Scenario:
 
     def step(self) -> None:
         """One thing happens, and what it led to is judged."""
-        machine, plan = self.machine, self.plan
-        if self._judge is None:
-            machine.disk.odds.read_error = plan.shape.read_error
-            machine.disk.odds.write_error = plan.shape.write_error
-            machine.disk.odds.short = plan.shape.short
-            machine.disk.odds.sync_error = plan.shape.sync_error
-            machine.disk.odds.no_space = plan.shape.no_space
-        chance = self.rng.random()
-        if chance < plan.clears:
-            machine.guarded(self._clear)
-        elif chance < plan.clears + plan.flushes:
-            machine.guarded(self._flush)
-        elif chance < plan.clears + plan.flushes + plan.clients:
-            machine.guarded(self._act)
-        else:
-            machine.step()
+        machine = self.machine
+        self._let_happen()
         if self._judge is not None:
             self._judge_start()
         elif not machine.armed:
@@ -138,9 +127,33 @@ class Scenario:
         if self._failure is not None:
             raise self._failure
         self._answers()
+        if self._stop is not None and self._stop.done():
+            if self._stop.exception() is not None:
+                raise Wrong(f"the daemon did not end: {self._stop.exception()!r}") from self._stop.exception()
+            self._stop = None
+            machine.arm(self.rng.choice((Death.EVERYTHING, Death.POWER)), 0)
         self._look_at_tasks()
-        if self.rng.random() < plan.checks:
+        if self.rng.random() < self.plan.checks:
             self.check()
+
+    def _let_happen(self) -> None:
+        """An administrator, somebody who flushes, an engine, or the machine by itself."""
+        machine, plan, odds = self.machine, self.plan, self.machine.disk.odds
+        for name in ("read_error", "write_error", "short", "sync_error", "no_space"):
+            setattr(odds, name, getattr(plan.shape, name))
+        chance = self.rng.random()
+        if self._stop is not None:
+            machine.step()
+        elif chance < plan.clears:
+            machine.guarded(self._clear)
+        elif chance < plan.clears + plan.flushes:
+            machine.guarded(self._flush)
+        elif chance < plan.clears + plan.flushes + plan.clients:
+            machine.guarded(self._act)
+        elif chance > 1 - plan.stops:
+            machine.guarded(self._stop_in_order)
+        else:
+            machine.step()
 
     def check(self) -> None:
         """All of memory, and what was promised, now."""
@@ -173,6 +186,25 @@ class Scenario:
         task = life.loop.create_task(life.movers.flush(5.0))
         self._flushes.append(_Flush(task, in_dram(life)))
         self.machine.note("flush begins")
+
+    def _stop_in_order(self) -> None:
+        """The daemon is told to end: as its `app` does, and then the processes are gone, or the power."""
+        life = self.machine.life
+        if not all(start.loaded.is_set() for start in life.starts):
+            return
+        self._watch_flushes()
+        life.owner.draining = True
+        self._stop = life.loop.create_task(self._end(life))
+        self._flushes.append(_Flush(self._stop, in_dram(life)))
+        self.machine.note("the daemon is told to end")
+
+    async def _end(self, life: Life) -> Flushed:
+        flushed = await life.movers.drain(5.0)
+        for task in life.work:
+            task.cancel()
+        await life.movers.close(5.0)
+        self.machine.counts["stops"] += 1
+        return flushed
 
     def _clear(self) -> None:
         if self._clears:
@@ -264,6 +296,7 @@ class Scenario:
             self._excuse(self._keys_of(clear))
         self._flushes.clear()
         self._clears.clear()
+        self._stop = None
         self._judge = death
 
     def _owed_now(self) -> dict[Key, Place]:
@@ -294,7 +327,7 @@ class Scenario:
         """Waits for the path to open, without new faults, and looks at what came back."""
         machine, death = self.machine, self._judge
         assert death is not None
-        machine.disk.odds = type(machine.disk.odds)()
+        machine.disk.odds = Odds()
         if self.rng.random() < self.plan.double_deaths:
             self._arm(50)
         for _ in range(_OPENING_STEPS):
