@@ -23,7 +23,7 @@ from bench.simulate.options import (
     percents_of,
     rate_of,
 )
-from bench.simulate.plots import draw_curves
+from bench.simulate.plots import check_plot, draw_curves
 from bench.simulate.tables import advice_table
 
 __all__ = ["advise"]
@@ -54,6 +54,7 @@ def advise(
     """Say how much DRAM and NVMe is worth buying for the load in a request trace."""
     shape = model_of(model, Hardware(gpus=gpus, disk_read_bytes_per_s=rate_of(disk_read, "--disk-read")))
     prices = Prices(gpu_hour=gpu_price, dram_gib=dram_price, nvme_gib=nvme_price, years=years)
+    check_plot(plot)
     with progress() as say:
         requests = load(trace, users=users, seed=seed, block_tokens=block_tokens, split=None, say=say)
         say(f"{requests.name}: LRU at all sizes")

@@ -25,7 +25,7 @@ from bench.simulate.options import (
     rate_of,
 )
 from bench.simulate.outcome import StoreOutcome, TierBytes, serve
-from bench.simulate.plots import draw_curves
+from bench.simulate.plots import check_plot, draw_curves
 from bench.simulate.progress import Progress
 from bench.simulate.tables import policies_table, store_table
 from bench.simulate.trace import Trace
@@ -88,6 +88,7 @@ def simulate(
         disk_write_bytes_per_s=rate_of(disk_write, "--disk-write"),
     )
     shape = model_of(model, hardware)
+    check_plot(plot)
     with progress() as say:
         requests = load(trace, users=users, seed=seed, block_tokens=block_tokens, split=split, say=say)
         comparison = compare(requests, names, percents, look_ahead, say) if percents else None

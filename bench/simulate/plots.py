@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 
 from bench.simulate.compare import Comparison
 from bench.simulate.optimum import belady_hit_rate, next_requests
+from kvstore.errors import ConfigError, MissingExtra
 from kvstore.units import GIB
 
-__all__ = ["draw_curves"]
+__all__ = ["check_plot", "draw_curves"]
 
 _WIDTH_IN = 9.0
 _HEIGHT_IN = 5.0
 _CURVE_POINTS = 200
 _OPTIMUM_POINTS = 16
+
+
+def check_plot(path: Path | None) -> None:
+    """Before hours of work: raises MissingExtra where nothing can be drawn, ConfigError where the folder is not there."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib is needed and not installed: pip install 'kvstore[sim]'")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: {path.parent} is not a folder that exists")
 
 
 def draw_curves(comparison: Comparison, path: Path, *, token_bytes: int | None = None) -> tuple[Path, Path]:

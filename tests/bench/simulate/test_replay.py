@@ -15,7 +15,7 @@ from bench.simulate.readers.open import open_trace
 from bench.simulate.replay import replay
 from bench.simulate.stack import lru_curve
 from eviction.factory import policy_factory
-from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.errors import ConfigError, InvalidArgument, MissingExtra
 from tests.bench.simulate.traces import DATA, random_chains, trace_of, whole
 
 
@@ -110,6 +110,21 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_plot_that_cannot_be_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said after the replays, it cost all of them."""
+    path = str(DATA / "mooncake.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _name: None)
+        with pytest.raises(MissingExtra, match="kvstore\\[sim\\]"):
+            run(path, "--plot", str(tmp_path / "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: name)
+        with pytest.raises(ConfigError, match="not a folder"):
+            run(path, "--plot", str(tmp_path / "none" / "a"))
 
 
 def test_speed_on_a_whole_trace() -> None:
