@@ -21,7 +21,7 @@ _OPTIMUM_POINTS = 16
 
 
 def check_plot(path: Path | None) -> None:
-    """Before hours of work: raises MissingExtra where nothing can be drawn, ConfigError where the folder is not there."""
+    """Before hours of work. Raises: MissingExtra where nothing can be drawn, ConfigError where there is no folder."""
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
