@@ -26,9 +26,8 @@ class Ghosts:
     def add(self, names: NDArray[np.uint64]) -> None:
         """The newest, in this order; distinct."""
         places = self._names.put(names)
-        if len(np.unique(places)) < len(places):
-            places = places[self._names.hold(places, names)]
-        self._order.append(places)
+        held = self._names.hold(places, names)  # but for those that others of these pushed out
+        self._order.append(places if held.all() else places[held])
 
     def known(self, names: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """[n] whether each is a ghost."""

@@ -114,6 +114,7 @@ class RankedPolicy(CachePolicy):
         self._marks = np.empty(_MOST_YOUNG, dtype=np.float64)  # of the uses that young blocks are of
         self._marks_count = 0
         self._young_count = 0
+        self._any_logged = False
         self._plan = _NO_PLAN
 
     def in_order(self) -> Rows:
@@ -214,6 +215,8 @@ class RankedPolicy(CachePolicy):
 
     def _planned(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         """At least `count` of what is planned, counts and may go, or all there is in the logs."""
+        if not self._any_logged:
+            return _NO_PLAN
         found = self._still_good(self._plan, may_go, count)
         if len(found[1]) >= count:
             return found
@@ -267,6 +270,7 @@ class RankedPolicy(CachePolicy):
 
     def _settle(self, classes: I64, entries: Entries) -> None:
         """To the logs of their classes."""
+        self._any_logged = True
         order = np.argsort(classes, kind="stable")
         classes, entries = classes[order], _picked(entries, order)
         cuts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
