@@ -45,6 +45,7 @@ _BUSY_AT_START_S = (
     2.5  # an old mover ends its I/O in less; below the time that a fresh start waits for its paths
 )
 _OPEN_RETRY_S = 30.0
+_CLEAR_PATIENCE_S = 2.0  # for a path that is just coming into service
 _FLUSH_POLL_S = 0.05
 _NOTHING_FITS_S = 2.0  # with every disk well and idle; extents change class in less
 _DRAIN_PATIENCE_S = 1.0  # without a block written, while a path is out of service
@@ -319,12 +320,27 @@ class Movers:
     async def note_cleared(self, digest: bytes, now_ms: int) -> None:
         """Has every disk remember that a namespace (or EVERY_NAMESPACE) was cleared.
 
-        Raises KvstoreError where one cannot: then blocks may come back from it if its index is lost.
+        Raises KvstoreError where one cannot: then blocks may come back from it if its index is lost. One that is not in
+        service is told when it is, by this daemon; a later one would not know.
         """
         self._cleared[digest] = now_ms
-        async with self._noting:
-            for found in tuple(self._found.values()):
-                await self._note(found, {digest: now_ms})
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _CLEAR_PATIENCE_S
+        noted: set[int] = set()
+        while True:
+            async with self._noting:
+                for number, found in tuple(self._found.items()):
+                    if number not in noted:
+                        await self._note(found, {digest: now_ms})
+                        noted.add(number)
+            away = [path.path for at, path in enumerate(self._owner.config.nvme) if at not in self._found]
+            if not away:
+                return
+            if loop.time() >= until_s:
+                raise KvstoreError(
+                    f"cleared, but {away[0]} is not in service: blocks may come back if the service ends before it is"
+                )
+            await asyncio.sleep(_RETRY_S)
 
     async def _note_earlier(self, found: FoundPath) -> None:
         """A path that has just been opened learns what was cleared before; returns with nothing left to tell."""

@@ -49,7 +49,7 @@ _PLANS: dict[str, Plan] = {
         deaths=((Death.DAEMON, 6.0), (Death.MOVER, 2.0), (Death.POWER, 1.0)),
         points_between=250,
     ),
-    "disks": Plan(shape=Shape(paths=2, slabs=2, dram_extents=4)),
+    "disks": Plan(shape=Shape(paths=2, slabs=2, dram_extents=4), clears=0.004),
     "watched": Plan(shape=Shape(), checks=1.0),
 }
 

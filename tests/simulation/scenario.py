@@ -234,10 +234,11 @@ class Scenario:
                 self._promise(flush.wanted, flush.durable)
         for clear in [clear for clear in self._clears if clear.task.done()]:
             self._clears.remove(clear)
+            keys = self._keys_of(clear)
             if clear.task.exception() is not None:
+                self._excuse(keys)
                 continue
             self.machine.counts["clears"] += 1
-            keys = self._keys_of(clear)
             there = known(self.machine.life)
             self.gone |= keys - there - clear.sealed_since
             self._excuse(keys & (there | clear.sealed_since))

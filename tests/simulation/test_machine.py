@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from kvstore.moves import MoveStatus
 from kvstore.slots import SlotPool
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
+from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.simulation.disk import SimDisk
-from tests.simulation.machine import Shape, Wrong
+from tests.simulation.machine import Machine, Shape, SimMover, Wrong
 from tests.simulation.run import Totals, plan_of, run_seed
 from tests.simulation.scenario import Plan, Scenario
 from tiers.nvme import carry
+from tiers.nvme.cleared import EVERY_NAMESPACE, read_cleared
 from tiers.nvme.trailer import Trailer
 
 _EACH_PLAN = range(1, 10)
@@ -47,6 +50,31 @@ def test_a_seed_is_one_history() -> None:
         scenario.close()
         traces.append((lines, scenario.machine.now_s, scenario.machine.disk.operations))
     assert traces[0] == traces[1]
+
+
+def test_a_clear_that_a_path_has_not_noted_says_so_and_is_noted_later() -> None:
+    """A clear was answered while a path was away; killed before that came, the daemon had nobody who knew of it."""
+    machine = Machine(1, Shape(paths=2))
+    away = SimMover(machine, machine.shape.folders[1])
+    machine.movers.append(away)  # of a daemon before: it has the lock
+    run_until(machine, machine.life.starts[0].loaded.is_set)
+    clear = machine.life.admin.clear(pb.ClearRequest(namespace=0xFFFFFFFF))
+    task = machine.life.loop.create_task(clear)
+    run_until(machine, task.done)
+    assert "nvme1 is not in service" in str(task.exception())
+    away.exit()
+    run_until(machine, machine.life.starts[1].loaded.is_set)
+    for folder in machine.shape.folders:
+        assert EVERY_NAMESPACE in read_cleared(Path(folder), machine.disk)
+    machine.close()
+
+
+def run_until(machine: Machine, done: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if done():
+            return
+        machine.step()
+    pytest.fail("it does not happen")
 
 
 # ------------------------------------------------------------ broken on purpose
