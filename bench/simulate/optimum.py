@@ -24,7 +24,7 @@ I32 = NDArray[np.int32]
 
 def infinite_hit_rate(trace: Trace) -> float:
     """Every block but its first request is a hit."""
-    return 1 - trace.unique_blocks / max(len(trace.blocks), 1)
+    return 1 - trace.unique_blocks / len(trace.blocks) if len(trace.blocks) else 0.0
 
 
 def next_requests(trace: Trace) -> I32:

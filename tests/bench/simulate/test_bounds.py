@@ -81,6 +81,14 @@ def test_the_optimum_is_between_lru_and_infinite() -> None:
     assert curve.hit_rate(trace.unique_blocks) == pytest.approx(infinite_hit_rate(trace))
 
 
+def test_prompts_shorter_than_a_block_hit_nothing() -> None:
+    """Of nothing that was asked for an infinite cache hit all."""
+    trace = trace_of([[], []])
+    assert infinite_hit_rate(trace) == 0.0
+    assert belady_hit_rate(trace, 1) == 0.0
+    assert lru_curve(trace).hit_rate(1) == 0.0
+
+
 def test_next_requests() -> None:
     assert next_requests(trace_of([[1, 2], [1, 3], [1, 2]])).tolist() == [1, 2, 2, 3, 3, 3]
 
