@@ -115,6 +115,7 @@ class RankedPolicy(CachePolicy):
         self._marks_count = 0
         self._young_count = 0
         self._any_logged = False
+        self._all_planned = False  # all that is in the logs is in the plan
         self._plan = _NO_PLAN
 
     def in_order(self) -> Rows:
@@ -168,7 +169,7 @@ class RankedPolicy(CachePolicy):
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
         bound = min(max(self._count // _YOUNG_SHARE, _FEWEST_YOUNG), _MOST_YOUNG // 2)
-        if self._young_count > (bound if self._count > _ALL_YOUNG else 3 * _ALL_YOUNG):
+        if self._young_count > (bound if self.capacity_blocks > _ALL_YOUNG else 3 * _ALL_YOUNG):
             self._put_away(0)
         plan, plan_ranks = self._planned(count, may_go)
         rows, stamps, ranks = self._young(may_go)
@@ -218,13 +219,14 @@ class RankedPolicy(CachePolicy):
         if not self._any_logged:
             return _NO_PLAN
         found = self._still_good(self._plan, may_go, count)
-        if len(found[1]) >= count:
+        if len(found[1]) >= count or self._all_planned:
             return found
         size = count + _PLANNED_AHEAD
         while True:
             self._plan = self._lowest(size)
+            self._all_planned = size >= self._count
             found = self._still_good(self._plan, may_go, count)
-            if len(found[1]) >= count or size >= self._count:
+            if len(found[1]) >= count or self._all_planned:
                 return found
             size *= 4
 
@@ -252,7 +254,8 @@ class RankedPolicy(CachePolicy):
             self._young_uses = np.empty(len(good) + room, dtype=np.intp)
             self._young_stamps = np.empty(len(good) + room, dtype=np.int64)
             self._marks = np.concatenate((self._marks, np.empty(len(good) + room)))
-        if len(good) <= _ALL_YOUNG and self._count <= _ALL_YOUNG:
+        # Before it evicts for a prompt a cache has more blocks than it should.
+        if self.capacity_blocks <= _ALL_YOUNG and len(good) <= 2 * _ALL_YOUNG:
             kept, where = np.unique(uses, return_inverse=True)
             self._young_count, self._marks_count = len(good), len(kept)
             self._marks[: len(kept)] = self._marks[kept]
@@ -266,7 +269,7 @@ class RankedPolicy(CachePolicy):
             return
         self._settle(classes, Entries(rows=rows, stamps=stamps, marks=marks))
         self._young_count = self._marks_count = 0
-        self._plan = _NO_PLAN
+        self._plan, self._all_planned = _NO_PLAN, False
 
     def _settle(self, classes: I64, entries: Entries) -> None:
         """To the logs of their classes."""
