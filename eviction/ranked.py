@@ -168,8 +168,7 @@ class RankedPolicy(CachePolicy):
         count = min(count, self._count)
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
-        bound = min(max(self._count // _YOUNG_SHARE, _FEWEST_YOUNG), _MOST_YOUNG // 2)
-        if self._young_count > (bound if self.capacity_blocks > _ALL_YOUNG else 3 * _ALL_YOUNG):
+        if self._young_count > self._most_young():
             self._put_away(0)
         plan, plan_ranks = self._planned(count, may_go)
         rows, stamps, ranks = self._young(may_go)
@@ -200,6 +199,12 @@ class RankedPolicy(CachePolicy):
         assert np.count_nonzero(self._stamp[rows] == stamps) == self._count
 
     # -- parts
+
+    def _most_young(self) -> int:
+        """With those that no longer count."""
+        if self.capacity_blocks <= _ALL_YOUNG:
+            return 2 * self.capacity_blocks + _FEWEST_YOUNG
+        return min(max(self._count // _YOUNG_SHARE, _FEWEST_YOUNG), _MOST_YOUNG // 2)
 
     def _young(self, may_go: MayGo | None) -> tuple[Rows, I64, F64]:
         """Rows, stamps and ranks of what was used since the plan and counts."""
