@@ -90,6 +90,11 @@ class SlabTable:
         """[n] slab of each extent."""
         return self._numbers[extents]
 
+    @property
+    def newest(self) -> int:
+        """The largest number of any extent's slab, whether its file has been made yet or not; 0: there is none."""
+        return int(self._numbers.max(initial=0))
+
     def entered(self, path: int) -> bool:
         """Whether the tables have all of a path's slabs and their blocks: a start was not killed before that."""
         return bool(self._entered[path])

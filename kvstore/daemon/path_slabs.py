@@ -62,7 +62,8 @@ class PathSlabs:
                 self._known.discard(extent)
                 number = 0
             if not number:
-                number = self._directory.new_slab_number()
+                # The table may name slabs that no mover has come to make, as a daemon before left them.
+                number = max(self._directory.new_slab_number(), self._table.newest + 1)
                 self._table.set(extent, number, slot_bytes)
             self._send(link, extent, number, slot_bytes)
         return not self.waits

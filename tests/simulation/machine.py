@@ -397,9 +397,14 @@ class _Memory:
 
 
 class _Owner(Owner):
-    """With the machine's clock."""
+    """With the machine's clock; `settling` is told whenever a call into the store has been made."""
 
     clock: Callable[[], int]
+    settling: Callable[[], None] = staticmethod(lambda: None)
+
+    def settle_soon(self) -> None:
+        self.settling()
+        super().settle_soon()
 
     def now_ms(self) -> int:
         self._clock_ms = max(self._clock_ms, self.clock())

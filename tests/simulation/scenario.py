@@ -71,6 +71,8 @@ class _Clear:
     task: asyncio.Task[object]
     which: int | None
     sealed_since: set[Key]
+    kept: set[Key] | None = None
+    """What the store had once it had removed what nobody held."""
 
 
 class Scenario:
@@ -210,11 +212,19 @@ class Scenario:
         if self._clears:
             return
         life = self.machine.life
+        life.owner.settling = self._note_kept
         client = self.rng.choice([None, *self.clients.all.values()])
         namespace = _ALL_NAMESPACES if client is None else client.namespace
         task = life.loop.create_task(life.admin.clear(pb.ClearRequest(namespace=namespace)))
         self._clears.append(_Clear(task, None if client is None else client.which, set()))
         self.machine.note(f"clear of namespace {'*' if client is None else client.which} begins")
+
+    def _note_kept(self) -> None:
+        """A clear says that it has called the store."""
+        task = asyncio.current_task(self.machine.life.loop)
+        for clear in self._clears:
+            if clear.task is task and clear.kept is None:
+                clear.kept = known(self.machine.life)
 
     def _sealed(self, key: Key) -> None:
         self.gone.discard(key)
@@ -239,9 +249,10 @@ class Scenario:
                 self._excuse(keys)
                 continue
             self.machine.counts["clears"] += 1
-            there = known(self.machine.life)
-            self.gone |= keys - there - clear.sealed_since
-            self._excuse(keys & (there | clear.sealed_since))
+            assert clear.kept is not None
+            left = known(self.machine.life) | clear.kept | clear.sealed_since
+            self.gone |= keys - left
+            self._excuse(keys & left)
             self.machine.note("clear is answered")
 
     def _promise(self, wanted: set[Key], durable: dict[Key, Place]) -> None:

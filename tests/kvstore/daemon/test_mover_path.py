@@ -249,7 +249,7 @@ def test_a_slab_goes_only_once_the_index_has_forgotten_it() -> None:
         rig = Rig()
         sizes, numbers, forgotten = {0: 2 * SLOT_BYTES}, {0: 1}, set[int]()
         table: Any = rig.path._slabs._table
-        table.number, table.slot_bytes = numbers.__getitem__, sizes.__getitem__
+        table.number, table.slot_bytes, table.newest = numbers.__getitem__, sizes.__getitem__, 1
         table.set = lambda extent, number, size: (
             numbers.update({extent: number}),
             sizes.update({extent: size}),

@@ -1,0 +1,32 @@
+"""Which slab an extent is given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvstore.daemon.path_slabs import PathSlabs
+from kvstore.wire.packed import MOVE
+
+
+def test_no_two_extents_are_one_slab() -> None:
+    """A daemon was killed after an extent had been given a slab and before a mover had made its file: the next daemon,
+    which looked at the files alone, gave another extent the same one, and each wrote over the other's blocks."""
+    numbers, sent = {0: 5}, []
+    table: Any = SimpleNamespace(
+        number=lambda extent: numbers.get(extent, 0),
+        slot_bytes=lambda extent: 4096,
+        set=lambda extent, number, slot_bytes: numbers.update({extent: number}),
+        newest=5,
+    )
+    columns: Any = SimpleNamespace(extent_slot_bytes=[4096, 4096], extent_bytes=[1 << 20, 1 << 20])
+    directory: Any = SimpleNamespace(new_slab_number=lambda: 1)  # no file is there yet
+    link: Any = SimpleNamespace(send_slab=lambda *slab: sent.append(slab))
+    slabs = PathSlabs(columns=columns, table=table, directory=directory, index=SimpleNamespace())  # type: ignore[arg-type]
+    moves = np.zeros(2, dtype=MOVE)
+    moves["nvme_extent"] = (0, 1)
+    assert slabs.open(moves, link)
+    assert numbers == {0: 5, 1: 6}
+    assert [slab[:2] for slab in sent] == [(0, 5), (1, 6)]
