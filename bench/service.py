@@ -31,14 +31,10 @@ _DAEMON_MODULES = ("grpc", "lmdb", "xxhash")
 class Service:
     """A running daemon."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], socket: Path) -> None:
         self.folder = folder
         self.process = process
-
-    @property
-    def socket(self) -> Path:
-        """Where it listens."""
-        return self.folder / "kvstore.sock"
+        self.socket = socket
 
     def counters(self) -> Counter[str]:
         """The daemon's counters; one that has not counted yet is 0."""
@@ -82,22 +78,23 @@ def serve_in(folder: Path, settings: Mapping[str, str]) -> Iterator[Service]:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")
     } | variables
-    environ["KVSTORE_SOCKET"] = str(folder / "kvstore.sock")
-    log = folder / "log"
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.cli.main", "serve"],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=stderr,
-            stderr=stderr,
-        )
-    try:
-        service = Service(folder, process)
-        _await_ready(service, log)
-        yield service
-    finally:
-        _stop(process)
+    # Not in `folder`, which is the caller's and may be too long for the path of a socket.
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as short:
+        socket, log = Path(short) / "kvstore.sock", folder / "log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore.cli.main", "serve"],
+                env=environ | {"KVSTORE_SOCKET": str(socket)},
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+            )
+        try:
+            service = Service(folder, process, socket)
+            _await_ready(service, log)
+            yield service
+        finally:
+            _stop(process)
 
 
 def disk_room(folder: Path, wanted: str) -> str:

@@ -124,13 +124,13 @@ def test_two_requests_share_a_connection(worker: Path) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(ANSWER_S)
         raw.connect(str(worker))
-        for name in ("a", "b"):
-            raw.sendall(
-                json.dumps({"id": name, "prompt": name, "max_tokens": 4, "ignore_eos": True}).encode() + b"\n"
-            )
-        raw.sendall(b'{"id": "a", "prompt": "again"}\n')
-        lines = raw.makefile("rb")
-        events = [json.loads(lines.readline()) for _ in range(3)]
+        asked = [{"id": name, "prompt": name, "max_tokens": 4, "ignore_eos": True} for name in ("a", "b")]
+        # In one piece: the third must come before the first is answered.
+        raw.sendall(
+            b"".join(json.dumps(line).encode() + b"\n" for line in (*asked, {"id": "a", "prompt": "again"}))
+        )
+        with raw.makefile("rb") as lines:
+            events = [json.loads(lines.readline()) for _ in range(3)]
     kinds = sorted((event["id"], event["event"]) for event in events)
     assert kinds == [("a", "done"), ("a", "error"), ("b", "done")]
     assert "running already" in next(event["message"] for event in events if event["event"] == "error")
