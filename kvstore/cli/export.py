@@ -42,7 +42,7 @@ def export(
     socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Export a namespace into a file."""
+    """Export a namespace into a file. Exits with 1 where blocks that are there could not be read."""
     if file.exists() and not force:
         raise AlreadyExists(f"{file} exists: choose another name, or overwrite it with --force")
     if nvme and not offline:
@@ -66,6 +66,8 @@ def export(
         print(json.dumps({"file": str(file), "namespace": info.digest.hex(), **asdict(done)}))
     else:
         _show(file, done)
+    if done.unread:
+        raise typer.Exit(1)
 
 
 def _configured() -> list[str]:
@@ -78,6 +80,7 @@ def _show(file: Path, done: Exported) -> None:
         f"{format_size(done.file_bytes)}, in {format_duration(round(done.seconds))}"
     )
     for count, what in (
+        (done.unread, "are there and could not be read, so the file lacks them: `kvstore fsck` finds damage"),
         (done.gone, "left the service before they were read"),
         (done.hbm_only, "are in HBM alone, where only their engine can read them"),
         (done.other_size, "have another size, and were left out"),

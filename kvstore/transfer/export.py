@@ -8,9 +8,9 @@ that was cut short, and can be imported as such.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,6 +56,8 @@ class Exported:
     blocks: int
     gone: int
     """Left the store before they were read."""
+    unread: int
+    """Are in the store and could not be read: the file lacks them."""
     hbm_only: int
     """Only in HBM, which nobody but its engine can read: written through, they would have been in DRAM."""
     other_size: int
@@ -89,7 +91,6 @@ async def export_namespace(
             "no engine has opened this namespace since its parts are remembered: attach its engine once"
         )
     began_s = time.monotonic()
-    slabs = await asyncio.to_thread(_slabs, admin)
     geometry = geometry_of(4096)
     targets = Targets(credit=0, room=0)
     unmapping = Unmapping()
@@ -108,21 +109,29 @@ async def export_namespace(
             raise FailedPrecondition(
                 "every block of this namespace is in HBM alone, where only its engine reads"
             )
-        source = Source(
-            columns, session.dram, unmapping, slabs, namespace_digest=info.digest, slot_bytes=slot_bytes
+        fitting = (sizes == slot_bytes) | (sizes == 0)
+        source = await asyncio.to_thread(
+            Source,
+            columns,
+            session.dram,
+            unmapping,
+            functools.partial(_slabs, admin),
+            namespace_digest=info.digest,
+            slot_bytes=slot_bytes,
         )
         try:
-            done = await write_archive(info, file, source, planned, slot_bytes, progress)
+            wanted = planned.take(np.flatnonzero(fitting))
+            done = await write_archive(info, file, source, wanted, slot_bytes, progress)
         finally:
             source.close()
     finally:
         await asyncio.to_thread(session.close)
-    other = int(np.count_nonzero((sizes != slot_bytes) & (sizes != 0)))
     return Exported(
         blocks=done.blocks,
-        gone=max(0, done.gone - other),
+        gone=done.gone,
+        unread=done.unread,
         hbm_only=done.hbm_only,
-        other_size=min(other, done.gone),
+        other_size=int(np.count_nonzero(~fitting)),
         slot_bytes=slot_bytes,
         file_bytes=done.file_bytes,
         seconds=time.monotonic() - began_s,
@@ -162,6 +171,7 @@ class Written:
 
     blocks: int = 0
     gone: int = 0
+    unread: int = 0
     hbm_only: int = 0
     file_bytes: int = 0
 
@@ -205,8 +215,10 @@ class _Writer:
                 done.file_bytes += await out.write(batch.packed)
                 done.blocks += len(batch.heads)
                 done.gone += batch.gone
+                done.unread += batch.unread
                 done.hbm_only += batch.hbm_only
-                self._progress(done.blocks + done.gone + done.hbm_only, len(self._planned))
+                looked_at = done.blocks + done.gone + done.unread + done.hbm_only
+                self._progress(looked_at, len(self._planned))
             done.file_bytes += await out.write(pack_end(digest.end()))
             await out.flush()
             await asyncio.to_thread(os.fsync, out.fileno())
@@ -216,16 +228,21 @@ class _Writer:
     @asynccontextmanager
     async def _batches(self, header: Header) -> AsyncIterator[AsyncIterator[Batch]]:
         step = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // header.slot_bytes))
-        reading: deque[asyncio.Task[Batch]] = deque()
+        reading: set[asyncio.Task[Batch]] = set()  # one at most: a source's calls share what they read with
+
+        async def finished() -> Batch:
+            await asyncio.wait(reading)  # not the task itself: cancelled, it would leave its thread behind
+            return reading.pop().result()
 
         async def ahead() -> AsyncIterator[Batch]:
             for begin in range(0, len(self._planned), step):
                 part = self._planned.part(begin, begin + step)
-                reading.append(asyncio.create_task(asyncio.to_thread(self._source.read, part)))
-                if len(reading) > 1:
-                    yield await reading.popleft()
-            while reading:
-                yield await reading.popleft()
+                last = await finished() if reading else None
+                reading.add(asyncio.create_task(asyncio.to_thread(self._source.read, part)))
+                if last is not None:
+                    yield last
+            if reading:
+                yield await finished()
 
         try:
             yield ahead()

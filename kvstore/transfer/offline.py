@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.daemon.namespaces import KnownNamespace, known_namespaces, read_beside_slabs
-from kvstore.errors import ConfigError, NotFound
+from kvstore.errors import AlreadyExists, ConfigError, NotFound
 from kvstore.transfer.export import Exported, Progress, write_archive
 from kvstore.transfer.plan import DIGEST_BYTES, Planned, hottest_first
 from kvstore.transfer.source import Batch, SlabPlace, SlabReader, pack_blocks
@@ -70,10 +70,7 @@ class Offline:
         slot_bytes = int(np.bincount(self._records["length"][mine] // 4096).argmax()) * 4096
         fitting = mine & (self._records["length"] == slot_bytes)
         at = np.flatnonzero(fitting)
-        _, first = np.unique(
-            self._records["hash"][at], axis=0, return_index=True
-        )  # twice on two paths, perhaps
-        source = _Source(self, at[np.sort(first)], info.digest, slot_bytes)
+        source = _Source(self, at, info.digest, slot_bytes)
         try:
             done = await write_archive(info, file, source, source.planned, slot_bytes, progress)
         finally:
@@ -81,6 +78,7 @@ class Offline:
         return Exported(
             blocks=done.blocks,
             gone=done.gone,
+            unread=done.unread,
             hbm_only=0,
             other_size=int(np.count_nonzero(mine & ~fitting)),
             slot_bytes=slot_bytes,
@@ -97,6 +95,11 @@ class Offline:
             slot_bytes=int(record["length"]),
         )
         return place, int(record["slot"])
+
+    def hashes(self, at: NDArray[np.intp]) -> NDArray[np.uint64]:
+        """[n, 2] of these records."""
+        found: NDArray[np.uint64] = self._records["hash"][at]
+        return found
 
     def planned(self, at: NDArray[np.intp]) -> Planned:
         """These records as blocks to export, the most recently written first, parents before children."""
@@ -120,21 +123,31 @@ class Offline:
 
 
 class _Source:
-    """Some records' blocks; `rows` of what is planned are positions of records."""
+    """Some records' blocks, each once; `rows` of what is planned are positions of records."""
 
     def __init__(self, offline: Offline, at: NDArray[np.intp], digest: bytes, slot_bytes: int) -> None:
         self._offline = offline
         self._slot_bytes = slot_bytes
         self._reader = SlabReader(digest, slot_bytes)
-        self.planned = offline.planned(at)
+        hashes = offline.hashes(at)
+        _, first = np.unique(hashes, axis=0, return_index=True)
+        self.planned = offline.planned(at[np.sort(first)])
+        self._others: dict[bytes, list[int]] = {}  # copies on other disks
+        for again in np.setdiff1d(np.arange(len(at)), first).tolist():
+            self._others.setdefault(hashes[again].tobytes(), []).append(int(at[again]))
 
     def read(self, planned: Planned) -> Batch:
         payloads = np.empty((len(planned), self._slot_bytes), dtype=np.uint8)
         good = np.zeros(len(planned), dtype=np.bool_)
         for at, row in enumerate(planned.rows.tolist()):
-            place, slot = self._offline.place(row)
-            good[at] = self._reader.read(place, slot, planned.hashes[at].tobytes(), payloads[at])
-        return pack_blocks(planned, payloads, good, 0)
+            block = planned.hashes[at].tobytes()
+            records = (row, *self._others.get(block, ()))
+            good[at] = any(self._read(record, block, payloads[at]) for record in records)
+        return pack_blocks(planned, payloads, good, hbm_only=0, unread=int(np.count_nonzero(~good)))
+
+    def _read(self, record: int, block: bytes, payload: NDArray[np.uint8]) -> bool:
+        place, slot = self._offline.place(record)
+        return self._reader.read(place, slot, block, payload)
 
     def close(self) -> None:
         self._reader.close()
@@ -151,7 +164,12 @@ def opened_folders(paths: Sequence[str]) -> Iterator[Offline]:
     folders = [Path(path) for path in paths]
     with ExitStack() as held:
         for folder in folders:
-            held.callback(os.close, lock_existing(folder))
+            try:
+                held.callback(os.close, lock_existing(folder))
+            except AlreadyExists as error:
+                raise AlreadyExists(
+                    f"{error.message}: export from that service without --offline, or stop it first"
+                ) from None
         yield Offline(folders)
 
 

@@ -2,7 +2,8 @@
 
 A slot's bytes do not change while it is SEALED under one generation, so a copy is good where its state words were the
 same before and after. A block on disk is proved by its trailer, whatever the tables say by then. What has gone
-meanwhile is passed over. Blocks: called in a thread, one call at a time.
+meanwhile is passed over; what is still there and could not be read is looked for again, since it may have moved, and
+then counted. Blocks: called in a thread, one call at a time, since calls share files and a page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.memory import DramMemory
+from kvstore.errors import KvstoreError
 from kvstore.layout import NONE, Columns, PoolColumns, SlotState, Tier, states
 from kvstore.transfer.archive import HEAD_BYTES, BlockHead, pack_head, payload_checksum
 from kvstore.transfer.plan import DIGEST_BYTES, Planned
@@ -29,6 +32,8 @@ from tiers.nvme.trailer import TRAILER_BYTES, checksum, read_trailer
 __all__ = ["Batch", "SlabPlace", "SlabReader", "Source", "Unmapping", "pack_blocks"]
 
 _MAX_OPEN_SLABS = 64
+_ATTEMPTS = 3
+_MOVED_S = 0.05  # for what a move, or new memory, is not seen of yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class Batch:
     """Left the store since the export was planned."""
     hbm_only: int
     """In the memory of a GPU, or its twin, alone."""
+    unread: int
+    """Still there, and could not be read: damaged, or on a disk that fails."""
 
 
 class Unmapping:
@@ -80,41 +87,67 @@ class Source:
         columns: Columns,
         dram: DramMemory,
         unmapping: Unmapping,
-        slabs: Mapping[int, SlabPlace],
+        ask_slabs: Callable[[], Mapping[int, SlabPlace]],
         *,
         namespace_digest: bytes,
         slot_bytes: int,
     ) -> None:
-        """`slabs`: by extent; `namespace_digest`: what the tables call it. Blocks of another size are passed over."""
+        """`ask_slabs`: those of now, by extent; `namespace_digest`: what the tables call it; blocks: one size.
+
+        Raises KvstoreError where nobody says which slabs there are.
+        """
         self._columns = columns
         self._dram = dram
         self._unmapping = unmapping
-        self._slabs = slabs
+        self._ask_slabs = ask_slabs
+        self._slabs = ask_slabs()
         self._slot_bytes = slot_bytes
         self._reader = SlabReader(namespace_digest, slot_bytes)
 
     def read(self, planned: Planned) -> Batch:
         """These blocks, in this order."""
         payloads = np.empty((len(planned), self._slot_bytes), dtype=np.uint8)
-        good = self._from_dram(planned, payloads)
-        for at in np.flatnonzero(~good).tolist():
-            good[at] = self._from_disk(planned, at, payloads[at])
-        there = self._columns.state[planned.rows] == planned.words
-        elsewhere = (self._columns.dram[planned.rows] != NONE) | (self._columns.nvme[planned.rows] != NONE)
-        hbm_only = int(np.count_nonzero(~good & there & ~elsewhere))
-        return pack_blocks(planned, payloads, good, hbm_only)
+        good = np.zeros(len(planned), dtype=np.bool_)
+        self._copy(planned, payloads, good)
+        hbm_only, unread = self._left(planned, good)
+        for _ in range(1, _ATTEMPTS):
+            if not unread:
+                break
+            time.sleep(_MOVED_S)
+            with contextlib.suppress(KvstoreError):  # the service has ended: its slabs are where they were
+                self._slabs = self._ask_slabs()
+            self._copy(planned, payloads, good)
+            hbm_only, unread = self._left(planned, good)
+        return pack_blocks(planned, payloads, good, hbm_only=hbm_only, unread=unread)
 
     def close(self) -> None:
         """Closes files."""
         self._reader.close()
 
+    def _copy(self, planned: Planned, payloads: NDArray[np.uint8], good: NDArray[np.bool_]) -> None:
+        """Reads the blocks that are not `good` [n] yet, and notes in it those that are now."""
+        good |= self._from_dram(planned, payloads, ~good)
+        for at in np.flatnonzero(~good).tolist():
+            good[at] = self._from_disk(planned, at, payloads[at])
+
+    def _left(self, planned: Planned, good: NDArray[np.bool_]) -> tuple[int, int]:
+        """Of the blocks that were not read and are still in the store: those in HBM alone, and the others."""
+        columns = self._columns
+        below = (columns.dram[planned.rows] != NONE) | (columns.nvme[planned.rows] != NONE)
+        there = ~good & (
+            columns.state[planned.rows] == planned.words
+        )  # last: what has gone by now was below before
+        return int(np.count_nonzero(there & ~below)), int(np.count_nonzero(there & below))
+
     # -- DRAM
 
-    def _from_dram(self, planned: Planned, payloads: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """[n] which blocks were copied out of DRAM."""
+    def _from_dram(
+        self, planned: Planned, payloads: NDArray[np.uint8], wanted: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """[n] which of the blocks that are `wanted` [n] were copied out of DRAM."""
         pool = self._columns.pool(Tier.DRAM)
         slots = self._columns.dram[planned.rows].copy()
-        good = self._of_size(pool, slots)
+        good = wanted & self._of_size(pool, slots)
         words = np.where(good, pool.state[np.where(good, slots, 0)], 0)
         good &= states(words) == SlotState.SEALED
         good &= self._still(planned, pool, slots, words, good)
@@ -162,7 +195,7 @@ class Source:
 
 
 class SlabReader:
-    """Reads blocks of one namespace and size out of slab files, and believes their trailers alone."""
+    """Reads blocks of one namespace and size out of slabs, and believes their trailers alone. One call at a time."""
 
     def __init__(self, namespace_digest: bytes, slot_bytes: int) -> None:
         self._ns_digest = namespace_digest[:DIGEST_BYTES]
@@ -208,7 +241,7 @@ class SlabReader:
 
 
 def pack_blocks(
-    planned: Planned, payloads: NDArray[np.uint8], good: NDArray[np.bool_], hbm_only: int
+    planned: Planned, payloads: NDArray[np.uint8], good: NDArray[np.bool_], *, hbm_only: int, unread: int
 ) -> Batch:
     """Those of the blocks that are `good`, with their payloads [n, slot_bytes], as they stand in the file."""
     slot_bytes = payloads.shape[1]
@@ -228,7 +261,8 @@ def pack_blocks(
         packed[begin : begin + HEAD_BYTES] = head
         packed[begin + HEAD_BYTES : begin + HEAD_BYTES + slot_bytes] = payloads[at].data
         heads.append(head)
-    return Batch(packed=packed, heads=heads, gone=len(planned) - len(heads) - hbm_only, hbm_only=hbm_only)
+    gone = len(planned) - len(heads) - hbm_only - unread
+    return Batch(packed=packed, heads=heads, gone=gone, hbm_only=hbm_only, unread=unread)
 
 
 def _open_past_the_cache(path: Path) -> int:

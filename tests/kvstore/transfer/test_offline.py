@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
 from kvstore.cli.export import export
 from kvstore.cli.namespaces import ask, choose
@@ -15,9 +17,10 @@ from kvstore.transfer.offline import opened_folders
 from kvstore.transfer.restore import check_file
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.kvstore.transfer.conftest import engine, many, parts
+from tests.kvstore.transfer.conftest import SLOT_BYTES, engine, many, parts
 from tests.kvstore.transfer.test_transfer import imported, quiet
 from tests.support.daemon import small_config, started
+from tiers.nvme.slab import stride_bytes
 
 
 def test_blocks_of_two_disks_come_out_without_a_service_and_are_served_elsewhere(
@@ -31,8 +34,9 @@ def test_blocks_of_two_disks_come_out_without_a_service_and_are_served_elsewhere
             other.store(many(2, 7))
             assert one.client.flush().pending_blocks == 0
             digest = choose(ask(service.socket), "other", None).digest
-        with pytest.raises(AlreadyExists, match="in use"):
+        with pytest.raises(AlreadyExists, match=r"in use .* without --offline") as refused:
             export(place / "early", namespace="m", offline=True, nvme=folders)
+        assert refused.value.retry_after_s is None, "a service in use does not end in a tenth of a second"
         service.call("Clear", pb.ClearRequest(digest=digest), service="admin")
     with opened_folders(folders) as offline:
         told = {
@@ -62,9 +66,27 @@ def test_a_damaged_block_is_left_out(place: Path) -> None:
     with slab.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff")
-    export(place / "m.kvx", namespace="m", offline=True, nvme=[str(place / "nvme")])
+    with pytest.raises(typer.Exit):
+        export(place / "m.kvx", namespace="m", offline=True, nvme=[str(place / "nvme")])
     _, found = asyncio.run(check_file(place / "m.kvx", progress=quiet))
     assert (found.stored, found.damaged, found.complete) == (9, 0, True)
+
+
+def test_of_two_copies_of_a_block_the_whole_one_is_read(place: Path) -> None:
+    """Of a block that lay on two disks one copy was chosen; where that was damaged, the block was left out."""
+    with started(small_config(place, nvme_bytes=128 * MIB)) as service, engine(service, parts()) as one:
+        one.store(many(1, 10))
+        assert one.client.flush().pending_blocks == 0
+    shutil.copytree(place / "nvme", place / "other")
+    for name, slot in (("nvme", 0), ("other", 1)):
+        (slab,) = (place / name).glob("slab-*.kv")
+        with slab.open("r+b") as file:
+            file.seek(slot * stride_bytes(SLOT_BYTES) + 5000)
+            file.write(b"\xff\xff")
+    folders = [str(place / name) for name in ("nvme", "other")]
+    export(place / "m.kvx", namespace="m", offline=True, nvme=folders)
+    _, found = asyncio.run(check_file(place / "m.kvx", progress=quiet))
+    assert (found.stored, found.complete) == (10, True)
 
 
 def test_what_cannot_be_is_said_in_one_line(place: Path) -> None:
