@@ -1,4 +1,7 @@
-"""Store the blocks of an exported file in the service; the command is `kvstore import`."""
+"""Import a namespace that `kvstore export` wrote into a file.
+
+Its module is not named after it: `import` is a word of the language.
+"""
 
 from __future__ import annotations
 
