@@ -31,6 +31,7 @@ __all__ = ["Resolved", "Setting", "environment_name", "resolve"]
 
 _PREFIX = "KVSTORE_"
 _DEFAULT = "default"
+_RENAMED_DURABILITY = {"commit": "power", "flush": "process"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,9 @@ def _durability(raw: object) -> Durability:
     try:
         return Durability(raw)
     except ValueError:
-        _wrong(raw, "one of " + ", ".join(choice.value for choice in Durability))
+        renamed = _RENAMED_DURABILITY.get(str(raw))
+        hint = f"; {raw} is called {renamed} now" if renamed else ""
+        _wrong(raw, "one of " + ", ".join(choice.value for choice in Durability) + hint)
 
 
 def _hbm_budget(raw: object) -> HbmBudget:

@@ -38,6 +38,12 @@ def serve(
     ] = None,
     nvme_extent: Annotated[str | None, typer.Option(help="Size of one slab file.")] = None,
     nvme_threads: Annotated[str | None, typer.Option(help="I/O threads of each path; 0 probes.")] = None,
+    nvme_write_budget: Annotated[
+        str | None, typer.Option(help="Most bytes that each path writes in 24 hours; 0: no bound.")
+    ] = None,
+    nvme_throttle: Annotated[
+        str | None, typer.Option(help="Most that each path moves in a second, like read=1GiB,write=200MiB.")
+    ] = None,
     durability: Annotated[
         str | None, typer.Option(help="What disk blocks survive: power, process, none.")
     ] = None,
@@ -47,6 +53,15 @@ def serve(
     min_slot: Annotated[str | None, typer.Option(help="The smallest block expected, like 64KiB.")] = None,
     max_rows: Annotated[str | None, typer.Option(help="Most blocks known at one time.")] = None,
     max_sessions: Annotated[str | None, typer.Option(help="Most engines attached at one time.")] = None,
+    max_namespaces: Annotated[
+        str | None, typer.Option(help="Most models, adapters, salts, … known at one time.")
+    ] = None,
+    clean_percent: Annotated[
+        str | None, typer.Option(help="Part of each tier's slots that is kept free; 0: none.")
+    ] = None,
+    canary_every: Annotated[
+        str | None, typer.Option(help="Of so many blocks from DRAM one is checked again; 0: none.")
+    ] = None,
     orphan_ttl: Annotated[
         str | None, typer.Option(help="How long HBM that no engine maps is kept, like 120s.")
     ] = None,
@@ -56,26 +71,9 @@ def serve(
     ] = None,
 ) -> None:
     """Run the service in the foreground."""
-    flags: dict[str, object] = {
-        "socket": socket,
-        "socket_group": socket_group,
-        "tcp": tcp,
-        "metrics_port": metrics_port,
-        "dram": dram,
-        "dram_extent": dram_extent,
-        "nvme": ",".join(nvme) if nvme else None,
-        "nvme_extent": nvme_extent,
-        "nvme_threads": nvme_threads,
-        "durability": durability,
-        "recovery": recovery,
-        "devices": devices,
-        "hbm": hbm,
-        "min_slot": min_slot,
-        "max_rows": max_rows,
-        "max_sessions": max_sessions,
-        "orphan_ttl": orphan_ttl,
-        "log_level": log_level,
-    }
+    flags: dict[str, object] = {**locals()}  # each parameter but `config` is a setting of that name
+    del flags["config"]
+    flags["nvme"] = ",".join(nvme) if nvme else None
     settings = load_settings(flags, file=config).config.serve
     check_memory(settings)
     check_disks(settings)

@@ -254,7 +254,7 @@ class Movers:
             return []
         store, slabs = self._owner.store, list(place.slabs)
         if found is not None:
-            slabs = await asyncio.to_thread(trim, place.directory, slabs, found.blocks.used, place.plan)
+            slabs = await asyncio.to_thread(trim, place.directory, slabs, found.blocks, place.plan)
             if slabs:
                 await load_path(
                     number=number,

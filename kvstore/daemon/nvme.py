@@ -36,7 +36,7 @@ from tiers.nvme.index import (
     index_file_bytes,
     remove_index,
 )
-from tiers.nvme.recover import Found, recover
+from tiers.nvme.recover import Found, FoundBlocks, recover
 from tiers.nvme.slab import SlabFile, remove_slab
 
 __all__ = [
@@ -190,6 +190,8 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
         keep_secret(folder, secret)
         slabs = directory.slabs()
         empty = config.recovery is Recovery.NONE or config.durability is Durability.NONE
+        if read_index and slabs and config.recovery is not Recovery.NONE:
+            _refuse_to_empty(folder, slabs, config)
         if read_index and empty:
             slabs = _emptied(directory, slabs)
         elif (
@@ -205,6 +207,15 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
         large=index_file_bytes(folder) > _LARGE_INDEX_BYTES,
         open_index=lambda: _open_index(folder, wanted.map_bytes, config),
     )
+
+
+def _refuse_to_empty(folder: Path, slabs: Sequence[SlabFile], config: ServeConfig) -> None:
+    """Raises ConfigError where `none` would delete the slabs of another durability: only they have an index."""
+    if config.durability is Durability.NONE and index_file_bytes(folder):
+        raise ConfigError(
+            f"nvme: {folder} has slabs ({len(slabs)}) that were to outlive a service, which --durability none deletes: "
+            "give --recovery none as well, or another folder, or start with the durability they were made with"
+        )
 
 
 def _emptied(directory: NvmeDirectory, slabs: Sequence[SlabFile]) -> list[SlabFile]:
@@ -251,23 +262,27 @@ def _open_index(folder: Path, map_bytes: int, config: ServeConfig) -> BlockIndex
 
 
 def trim(
-    directory: NvmeDirectory, slabs: Sequence[SlabFile], used: Mapping[int, int], wanted: SlabPlan
+    directory: NvmeDirectory, slabs: Sequence[SlabFile], found: FoundBlocks, wanted: SlabPlan
 ) -> list[SlabFile]:
-    """Removes slabs without a block, and those that exceed the capacity, the emptiest first; returns the rest.
+    """Removes slabs without a block, and those that exceed the capacity; returns the rest, by number.
 
-    `used`: blocks of each slab that has any.
+    As where a path becomes smaller while it is in use (`kvstore.leaving`), those used longest ago go.
     """
     kept: list[SlabFile] = []
-    room = wanted.slabs_bytes
-    for slab in sorted(slabs, key=lambda slab: -used.get(slab.number, 0)):
-        blocks = used.get(slab.number, 0)
-        if blocks and slab_file_bytes(slab.nbytes) <= room:
+    room, removed, blocks = wanted.slabs_bytes, 0, 0
+    for slab in sorted(slabs, key=lambda slab: (-found.last_uses.get(slab.number, 0), slab.number)):
+        used = found.used.get(slab.number, 0)
+        if used and slab_file_bytes(slab.nbytes) <= room:
             kept.append(slab)
             room -= slab_file_bytes(slab.nbytes)
-        else:
-            if blocks:
-                _LOG.warning("slab removed: the capacity is smaller now", path=directory.path, blocks=blocks)
-            remove_slab(directory.path, slab, directory.disk)
+            continue
+        if used:
+            removed, blocks = removed + 1, blocks + used
+        remove_slab(directory.path, slab, directory.disk)
+    if removed:
+        _LOG.warning(
+            "slabs removed: the capacity is smaller now", path=directory.path, slabs=removed, blocks=blocks
+        )
     return sorted(kept, key=lambda slab: slab.number)
 
 

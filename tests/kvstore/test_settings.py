@@ -132,6 +132,16 @@ def test_nvme_in_one_text_and_an_empty_variable() -> None:
         ("file", "dram =", "k.toml: not valid TOML: "),
         ("file", "orphan_ttl = []", "k.toml: orphan_ttl: [] is not a duration like 120s"),
         ("file", 'durability = "never"', "k.toml: durability: 'never' is not one of none, process, power"),
+        (
+            "file",
+            'durability = "commit"',
+            "k.toml: durability: 'commit' is not one of none, process, power; commit is called power now",
+        ),
+        (
+            "flags",
+            {"durability": "flush"},
+            "flag: durability: 'flush' is not one of none, process, power; flush is",
+        ),
         ("file", "[limits]\ncall_deadlin = 3", "k.toml: unknown key 'limits.call_deadlin'; did you mean "),
         ("file", "[limits]\ncall_deadline = 0", "k.toml: limits.call_deadline: must be more than 0s"),
         ("file", "qqqq = 3", "k.toml: unknown key 'qqqq'; `kvstore config` lists what there is"),

@@ -6,7 +6,6 @@ the passes the daemon says which slabs stay, which rows and slots are put aside,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -103,6 +102,8 @@ class Survey:
 
     used: Mapping[int, int]
     """Blocks of each slab that has any."""
+    last_uses: Mapping[int, int]
+    """Median of the touches of each slab that has any block: what is least was used longest ago."""
     digests: tuple[bytes, ...]
     """Of all namespaces, 16 bytes each."""
     touches: U64
@@ -118,19 +119,23 @@ class Survey:
 
 def survey(chunks: Chunks, pick: Pick) -> Survey:
     """The first pass. O(blocks)."""
-    used: Counter[int] = Counter()
     touches: list[U64] = [np.empty(0, dtype=np.uint64)]
+    by_slab: dict[int, list[U64]] = {}
     digests: set[bytes] = set()
     strays = 0
     for chunk in chunks():
         strays += len(chunk.slots) - len(pick.known(chunk).slots)
         found = pick.wanted(chunk)
         if len(found.slots):
-            used[chunk.slab] += len(found.slots)
+            by_slab.setdefault(chunk.slab, []).append(found.touches)
             touches.append(found.touches)
             digests.update(_digests(found.digests))
     return Survey(
-        used=dict(used), digests=tuple(sorted(digests)), touches=np.concatenate(touches), strays=strays
+        used={slab: sum(map(len, parts)) for slab, parts in by_slab.items()},
+        last_uses={slab: int(np.median(np.concatenate(parts))) for slab, parts in by_slab.items()},
+        digests=tuple(sorted(digests)),
+        touches=np.concatenate(touches),
+        strays=strays,
     )
 
 

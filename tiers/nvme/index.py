@@ -29,6 +29,7 @@ from kvstore.moves import U32, U64
 from tiers.nvme.slab import sync_directory
 
 __all__ = [
+    "CUT_SHORT",
     "GROUP_SLOTS",
     "RECORD",
     "SLOT_REF",
@@ -37,11 +38,15 @@ __all__ = [
     "IndexChunk",
     "IndexReader",
     "NoIndex",
+    "OtherFormatError",
     "index_file_bytes",
     "load_index",
     "records_of",
     "remove_index",
 ]
+
+CUT_SHORT = "is cut short or damaged"
+"""What is said of an index whose reader was killed by it."""
 
 GROUP_SLOTS = 128
 
@@ -344,6 +349,18 @@ def _chunks(slab: int, numbers: list[int], taken: NDArray[np.void]) -> Iterator[
         )
 
 
+class OtherFormatError(ConfigError):
+    """The index is of another version."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__(
+            f"nvme: {folder} {what}; nothing was changed: start the kvstore that wrote it, or make it anew from the "
+            f"slabs with `kvstore fsck --repair {folder.parent}`"
+        )
+        self.what = what
+        """What is wrong alone, for who makes it anew."""
+
+
 def load_index(directory: Path) -> NDArray[np.void]:
     """RECORD[] of the index of `directory`, by slab and slot; raises what `IndexReader` does."""
     with IndexReader(directory) as reader:
@@ -440,10 +457,7 @@ def _check_version(folder: Path, found: bytes | None) -> None:
     """Raises ConfigError for an index of another version: what is in it is somebody's, and stays."""
     if found != _VERSION:
         version = "an unknown format" if found is None else f"format {found.decode('ascii', 'replace')}"
-        raise ConfigError(
-            f"nvme: {folder} is of {version}, this kvstore reads {_VERSION.decode()}; nothing was changed: start the "
-            f"kvstore that wrote it, or make it anew from the slabs with `kvstore fsck --repair {folder.parent}`"
-        )
+        raise OtherFormatError(folder, f"is of {version}, this kvstore reads {_VERSION.decode()}")
 
 
 def _boot_id() -> str:

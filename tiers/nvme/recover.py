@@ -5,7 +5,8 @@ daemon has no time for. It reads the index; where that fails, or kills it, a sec
 new index first. Then parent and child speak in lines of JSON, each side one at a time:
 
     child   {"groups": groups of the index, "clean": whether it was closed in order}
-    child   {"used": {slab: blocks}, "digests": [namespaces], "blocks": n, "strays": n, "damaged": n}
+    child   {"used": {slab: blocks}, "last_uses": {slab: touch}, "digests": [namespaces], "blocks": n, "strays": n,
+             "damaged": n}
     parent  a `LoadPlan`, and what it calls the namespaces; or the end of file, and the child ends
     child   {"columns": n}       hash, namespace, depth and touch of all rows are in the memory that both have
     child   {"built": n}         everything is
@@ -35,6 +36,7 @@ from kvstore.prebuilt import LoadPlan, SlabSlots, prebuilt_bytes
 from tiers.nvme.building import Pick, Survey, build, chunks_of, extremes, survey
 from tiers.nvme.cleared import read_cleared
 from tiers.nvme.index import (
+    CUT_SHORT,
     SLOT_REF,
     DurableIndex,
     IndexReader,
@@ -60,6 +62,8 @@ class FoundBlocks:
 
     used: Mapping[int, int]
     """Blocks of each slab that has any."""
+    last_uses: Mapping[int, int]
+    """Median of the touches of each slab that has any block."""
     digests: tuple[bytes, ...]
     blocks: int
     strays: int
@@ -246,7 +250,7 @@ def recover(directory: Path, *, map_bytes: int, timeout_s: float, scan: bool = T
     except _ChildFailedError as error:
         if error.code == _REFUSED:
             raise ConfigError(error.text) from None
-        reason = error.text if error.code == _INDEX_DAMAGED else f"reading the index ended with {error.code}"
+        reason = error.text if error.code == _INDEX_DAMAGED else f"the index {CUT_SHORT}"
     if not scan:
         raise ConfigError(
             f"nvme: {directory}: {reason}; recovery is strict: run `kvstore fsck --repair {directory}`, or start with "
@@ -268,6 +272,7 @@ def _found(directory: Path, source: str, map_bytes: int, timeout_s: float, *, re
         child,
         FoundBlocks(
             used={int(slab): int(blocks) for slab, blocks in told["used"].items()},
+            last_uses={int(slab): int(touch) for slab, touch in told["last_uses"].items()},
             digests=tuple(bytes.fromhex(digest) for digest in told["digests"]),
             blocks=int(told["blocks"]),
             strays=int(told["strays"]),
@@ -281,6 +286,7 @@ def _found(directory: Path, source: str, map_bytes: int, timeout_s: float, *, re
 def _in_numbers(found: Survey, *, damaged: int, clean: bool, rebuilt: str) -> FoundBlocks:
     return FoundBlocks(
         used=found.used,
+        last_uses=found.last_uses,
         digests=found.digests,
         blocks=found.blocks,
         strays=found.strays,
@@ -355,6 +361,7 @@ def _answer(reader: IndexReader, pick: Pick, out: int) -> None:
     _say(
         {
             "used": found.used,
+            "last_uses": found.last_uses,
             "digests": [digest.hex() for digest in found.digests],
             "blocks": found.blocks,
             "strays": found.strays,

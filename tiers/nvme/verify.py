@@ -36,7 +36,15 @@ from tiers.nvme.fsck import (
     judge_records,
     judge_size,
 )
-from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index, remove_index
+from tiers.nvme.index import (
+    CUT_SHORT,
+    RECORD,
+    SLOT_REF,
+    DurableIndex,
+    OtherFormatError,
+    load_index,
+    remove_index,
+)
 from tiers.nvme.notes import SizeNote, read_budget, read_size
 from tiers.nvme.scan import scan_slabs
 from tiers.nvme.slab import SlabFile, slab_file, stride_bytes, sync_directory
@@ -177,7 +185,7 @@ def _read_index(directory: Path) -> tuple[NDArray[np.void], str | None]:
             nbytes = os.fstat(out).st_size
             return np.frombuffer(os.pread(out, nbytes, 0) if nbytes else b"", dtype=RECORD), None
         said = done.stdout.strip() if done.returncode == _DAMAGED else ""
-        return np.empty(0, dtype=RECORD), said or f"reading it ended with {done.returncode}"
+        return np.empty(0, dtype=RECORD), said or CUT_SHORT
     finally:
         os.close(out)
 
@@ -186,6 +194,9 @@ def main(arguments: list[str]) -> int:
     """The child: RECORD[] of a folder's index into a descriptor, or one line of what is wrong with it."""
     try:
         records = load_index(Path(arguments[0]))
+    except OtherFormatError as error:
+        print(error.what)
+        return _DAMAGED
     except KvstoreError as error:
         print(" ".join(str(error).split()))
         return _DAMAGED

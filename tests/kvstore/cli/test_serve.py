@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.serve import serve as serve_command
 from kvstore.config import NvmePath, ServeConfig
 from kvstore.daemon.machine import check_disks, memory_bytes
 from kvstore.errors import ConfigError
+from kvstore.settings import resolve
 from kvstore.units import GIB, MIB
 
 
@@ -45,6 +48,10 @@ def serve(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--dram-extent", "1KiB"], "flag: dram_extent: must be at least 4KiB"),
         (["--min-slot", "5000"], "flag: min_slot: must be a multiple of 4KiB"),
         (["--nvme-extent", "x"], "flag: nvme_extent: 'x' is no size"),
+        (["--nvme-write-budget", "1MiB"], "flag: nvme_write_budget: 1MiB a day is too little"),
+        (["--nvme-throttle", "much"], "flag: nvme_throttle: 'much' is not a list of bounds"),
+        (["--clean-percent", "90"], "flag: clean_percent: must be from 0 to 25"),
+        (["--canary-every", "-1"], "flag: canary_every: must be from 0"),
         (["--nvme-threads", "65"], "flag: nvme_threads: must be from 0 (probe) to 64"),
     ],
 )
@@ -57,6 +64,13 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], probl
     assert done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())
     assert not Path("/tmp/kv-a").exists()
+
+
+def test_each_setting_of_the_service_has_a_flag() -> None:
+    """The documentation said that every setting had a flag, and five of the service had none."""
+    keys = {setting.key for setting in resolve(flags={}, environ={}, uid=0).settings}
+    own = {key for key in keys if "." not in key}
+    assert own <= inspect.signature(serve_command).parameters.keys()
 
 
 def config(**changes: object) -> ServeConfig:

@@ -77,6 +77,18 @@ def test_without_durability_an_end_in_order_leaves_nothing(place: Path) -> None:
     assert disk_blocks(config) == 0
 
 
+def test_no_durability_does_not_delete_what_another_has_kept(place: Path) -> None:
+    """A start with `--durability none` over the slabs of another durability deleted every one of them at once."""
+    config = config_of(place)
+    filled(config)
+    said = refused(replace(config, durability=Durability.NONE), place)
+    (line,) = [line for line in said.splitlines() if "--recovery none" in line]
+    assert f"{place / 'nvme'} has slabs (1) that were to outlive a service" in line
+    assert disk_blocks(config) == 20
+    asked = replace(config, durability=Durability.NONE, recovery=Recovery.NONE)
+    assert disk_blocks(asked) == 0
+
+
 def refused(config: ServeConfig, place: Path) -> str:
     """What a service says that does not start."""
     log = place / "refused.log"

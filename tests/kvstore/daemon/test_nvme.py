@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 
 from kvstore.config import Durability
+from kvstore.daemon.nvme import trim
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
 from tests.support.raw_client import SLOT_BYTES, RawClient
-from tiers.nvme.slab import list_slabs
+from tiers.nvme.capacity import SlabPlan
+from tiers.nvme.directory import NvmeDirectory
+from tiers.nvme.index import RECORD
+from tiers.nvme.recover import FoundRecords
+from tiers.nvme.slab import list_slabs, open_slab
 
 HIT_HBM, HIT_DRAM, PROMOTING, MISS = (
     pb.OUTCOME_HIT_HBM,
@@ -263,6 +268,26 @@ def test_a_smaller_capacity_keeps_what_fits(place: Path) -> None:
     with started(smaller) as service:
         known(service, 20)
         assert service.tier("nvme").allocated_bytes <= 64 * MIB
+
+
+def test_a_smaller_start_keeps_what_was_used_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of slabs that were equally full those with the lowest numbers stayed: the newest blocks were thrown away."""
+    directory = NvmeDirectory.open(tmp_path / "nvme")
+    for number in range(1, 5):
+        open_slab(directory.path, number, MIB, SLOT_BYTES).close()
+    records = np.zeros(10, dtype=RECORD)
+    records["slab"] = [1, 1, 1, 1, 2, 2, 3, 3, 4, 4]
+    records["slot"] = [0, 1, 2, 3, 0, 1, 0, 1, 0, 1]
+    records["touch"] = records["slab"] * 1000 + records["slot"]
+    records["length"] = SLOT_BYTES
+    slabs = directory.slabs()
+    found = FoundRecords(records, slabs, {}).blocks
+    kept = trim(directory, slabs, found, SlabPlan(slabs=2, slab_bytes=MIB, map_bytes=MIB))
+    assert [slab.number for slab in kept] == [3, 4]
+    assert directory.slabs() == kept
+    (said,) = [record for record in caplog.records if "capacity is smaller" in record.message]
+    assert (said.__dict__["fields"]["slabs"], said.__dict__["fields"]["blocks"]) == (2, 6)
+    directory.close()
 
 
 def test_a_path_in_use_ends_a_second_daemon_in_one_line(place: Path) -> None:

@@ -20,6 +20,7 @@ from tiers.nvme.fsck import Finding, Trouble, judge_records
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.notes import SizeNote, write_size
+from tiers.nvme.recover import recover
 from tiers.nvme.scan import scan_slabs
 from tiers.nvme.slab import SlabFile, list_slabs
 from tiers.nvme.verify import Examination, examine, mend
@@ -173,6 +174,31 @@ def test_a_damaged_index_is_rebuilt_from_what_is_whole(place: Path, how: str) ->
     mend(found)
     assert look(place).findings == ()
     assert len(load_index(place)) == BLOCKS - 1
+
+
+def test_a_truncated_index_is_said_in_words(place: Path) -> None:
+    """An index that killed its reader was told as the reader's exit code, -7."""
+    os.truncate(place / "index" / "data.mdb", 8192)
+    (finding,) = look(place).findings
+    assert finding.text == "is cut short or damaged"
+    found = recover(place, map_bytes=MAP_BYTES, timeout_s=60)
+    found.close()
+    assert found.blocks.rebuilt == "the index is cut short or damaged"
+
+
+def test_an_index_of_another_format_is_told_without_advice(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of fsck said of an index that it had mended: nothing was changed, make it anew with fsck --repair."""
+    shutil.rmtree(place / "index")
+    with monkeypatch.context() as other:
+        other.setattr("tiers.nvme.index._VERSION", b"1")
+        DurableIndex(place, map_bytes=MAP_BYTES, durability=Durability.POWER).close()
+    found = look(place)
+    (finding,) = mend(found)
+    assert (finding.text, finding.mended) == ("is of format 1, this kvstore reads 2", True)
+    assert look(place).findings == ()
+    assert len(load_index(place)) == BLOCKS
 
 
 def test_a_block_that_is_there_twice_is_kept_once(place: Path) -> None:
