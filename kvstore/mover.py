@@ -87,7 +87,7 @@ class Mover:
             syncs=0,
             busy_s=0.0,
         )
-        self._counts_due_s = 0.0
+        self._counts_due_s = self._look_due_s = 0.0
         self._dram = DramTier()
         count = config.threads or probe_threads(directory)
         self._nvme = NvmeTier(
@@ -144,6 +144,7 @@ class Mover:
             elif state & (select.POLLHUP | select.POLLERR):
                 self._ended = True
             self._send_counts()
+            self._look_for_deleted()
 
     def _receive(self) -> None:
         """Takes one packet. EOF ends the mover; a packet that cannot be understood is a fault of ours and raises."""
@@ -301,7 +302,23 @@ class Mover:
         except OSError as error:
             text = f"fdatasync failed: {error.strerror}"
         self._send_held()
+        if text and self._end_with_deleted():
+            return
         self._send(wire.Synced(id=sync_id, text=text))
+
+    def _end_with_deleted(self) -> bool:
+        """Any thread: tells which slabs were deleted and ends, since only then nothing moves in them; if there are."""
+        try:
+            deleted = self._nvme.deleted()
+        except OSError:  # a disk that does not even say that is found out by its moves
+            return False
+        for extent in deleted:
+            self._send(wire.SlabLost(extent=extent))
+        if deleted:
+            with self._sending:
+                self._ended = True
+            os.eventfd_write(self._wake, 1)
+        return bool(deleted)
 
     def _notice(self, text: str) -> None:
         self._send(wire.Notice(text=text))
@@ -329,6 +346,12 @@ class Mover:
             self._counts_due_s = now + _COUNTS_INTERVAL_S
             self._sent_counts = message
             self._send(message)
+
+    def _look_for_deleted(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_due_s:
+            self._look_due_s = now + _COUNTS_INTERVAL_S
+            self._end_with_deleted()
 
     def _flush(self) -> None:
         with self._sending:

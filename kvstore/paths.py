@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.layout import NONE, ExtentState, Tier
+from kvstore.moves import MissCause
 from kvstore.promoting import Promoting
 from kvstore.state import StoreState, mover_bit
 
@@ -42,6 +43,22 @@ class Paths:
     def answers(self, path: int) -> None:
         """The path's disk answers again."""
         self._state.hung[path] = False
+
+    def slab_lost(self, extent: int) -> int:
+        """Somebody has deleted the extent's slab: its blocks end, and its slots can be used again. Returns how many.
+
+        The path has no mover, so nothing is on its way into the slab or out of it. O(slots of the extent).
+        """
+        state = self._state
+        base, size = state.extents.range(extent)
+        slots = np.arange(base, base + size, dtype=np.uint32)
+        sealed = slots[state.nvme.sealed(slots)]
+        promoted = state.columns.dram[state.nvme.row[sealed]]
+        promoted = promoted[promoted != NONE]
+        self._promoting.undo(promoted[state.dram.filling(promoted)])
+        if len(sealed):
+            state.drop_copies(Tier.NVME, sealed, MissCause.DROPPED)
+        return len(sealed)
 
     def slab_failed(self, extent: int) -> bool:
         """There is no slab for this extent, and none can be made now. Whether its path goes on without.

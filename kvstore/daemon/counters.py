@@ -37,6 +37,7 @@ _NAMES = (
     "nvme_commits_total",
     "nvme_hangs_total",
     "nvme_hung_movers_killed_total",
+    "nvme_indexes_lost_total",
     "nvme_pauses_total",
     "nvme_slabs_lost_total",
     "nvme_slabs_refused_total",

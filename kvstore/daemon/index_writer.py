@@ -7,12 +7,14 @@ being behind costs misses after a restart and nothing else, because every traile
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from kvstore.daemon.log import Log
-from kvstore.daemon.nvme import OpenPath, SlabTable, commit, index_batch
+from kvstore.daemon.nvme import IndexBatch, OpenPath, SlabTable, commit, index_batch
 from kvstore.daemon.owner import Owner
-from kvstore.errors import KvstoreError
+from kvstore.errors import KvstoreError, Unavailable
 from kvstore.layout import Columns
+from tiers.nvme.index_place import IndexPlace
 
 __all__ = ["IndexWriter"]
 
@@ -38,6 +40,8 @@ class IndexWriter:
         self._behind = False
         """Whether the last commit failed."""
         self._map_bytes = 0  # to be resized to; 0: not
+        self._bound_bytes = opened.plan.map_bytes
+        self._place: IndexPlace | None = None
         self._due = True  # a kill may have come before the last commit
         self._task: asyncio.Task[None] | None = None
 
@@ -62,7 +66,7 @@ class IndexWriter:
 
     def resize(self, map_bytes: int) -> None:
         """Before the next commit the index is given another bound, which is not below what its file takes."""
-        self._map_bytes = map_bytes
+        self._map_bytes = self._bound_bytes = map_bytes
         self._due = True
 
     def due(self) -> None:
@@ -86,6 +90,7 @@ class IndexWriter:
             await asyncio.shield(task)
         if self._behind:
             raise KvstoreError(f"the index of {self._opened.directory.path} is behind")
+        await asyncio.to_thread(self._require_file)
 
     async def flush(self) -> None:
         """Forces what was committed to the medium. Raises KvstoreError."""
@@ -108,6 +113,10 @@ class IndexWriter:
         topic = f"index-{self._number}"
         try:
             self._due = False
+            if await asyncio.to_thread(self._renew):
+                self._owner.counters.add("nvme_indexes_lost_total")
+                _LOG.warning("index was deleted and is made anew", folder=self._opened.directory.path)
+                self._owner.store.index_changes.all_changed(self._number)
             changes = self._owner.store.index_changes.take(self._number, _BATCH_SLOTS)
             batch = index_batch(changes, self._dropped_slabs, self._columns, self._slabs)
             self._due = len(batch.slots) >= _BATCH_SLOTS
@@ -115,13 +124,15 @@ class IndexWriter:
                 await asyncio.to_thread(self._opened.index.resize, self._map_bytes)
                 self._map_bytes = 0
             if batch:
-                written_bytes = await asyncio.to_thread(commit, self._opened, batch)
+                written_bytes = await asyncio.to_thread(self._write, batch)
                 self._owner.store.index_changes.committed(batch.slots)
                 del self._dropped_slabs[: len(batch.dropped_slabs)]
                 self._owner.counters.add("nvme_commits_total")
                 self._owner.store.budget(self._number).spend(self._owner.now_ms(), written_bytes)
             self._behind = False
             self._owner.warnings.pop(topic, None)
+        except Unavailable:  # the folder is gone, which is said of its writes
+            self._missed()
         except KvstoreError as error:
             self._missed()
             if self._owner.warnings.get(topic) != str(error):
@@ -132,6 +143,29 @@ class IndexWriter:
             self._owner.counters.add("internal_errors_total")
             _LOG.fault("commit failed", path=self._number)
         await asyncio.sleep(_INTERVAL_S)
+
+    # A thread's, one at a time, what follows up to `_missed`.
+
+    def _renew(self) -> bool:
+        """Another index in the place of one that somebody has deleted; whether there was one. Raises KvstoreError."""
+        if self._place is None:
+            self._place = IndexPlace(self._opened.directory.path)
+        if self._place.stands():
+            return False
+        self._opened.index.close()
+        durability = self._owner.config.durability
+        index = self._place.renew(map_bytes=self._bound_bytes, durability=durability)
+        self._opened = replace(self._opened, index=index)
+        return True
+
+    def _write(self, batch: IndexBatch) -> int:
+        written_bytes = commit(self._opened, batch)
+        self._require_file()  # after it: what was written into a file that is deleted does not count
+        return written_bytes
+
+    def _require_file(self) -> None:
+        if self._place is not None and not self._place.stands():
+            raise KvstoreError(f"{self._place.file} was deleted")
 
     def _missed(self) -> None:
         """What was taken is taken again when something is due next, as it is then."""

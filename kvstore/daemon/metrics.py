@@ -41,6 +41,10 @@ _PATH_GAUGES = (
     "write_budget_left_bytes",
     "writes_paused",
 )
+_PATH_TEXTS = {
+    "hangs": "1 while the disk of an NVMe path does not answer",
+    "in_service": "1 while an NVMe path is open and has a mover, also one that hangs (kvstore_path_hangs)",
+}
 _PATH_COUNTERS = ("accepted_bytes", "written_bytes")
 _TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
 
@@ -107,7 +111,8 @@ def _devices(stats: pb.StatsReply) -> Iterator[Metric]:
 def _paths(stats: pb.StatsReply) -> Iterator[Metric]:
     """Each NVMe path. Written over accepted bytes are its write amplification."""
     for name in _PATH_GAUGES:
-        gauge = GaugeMetricFamily(f"kvstore_path_{name}", f"{name} of an NVMe path", labels=["path"])
+        text = _PATH_TEXTS.get(name, f"{name} of an NVMe path")
+        gauge = GaugeMetricFamily(f"kvstore_path_{name}", text, labels=["path"])
         for path in stats.paths:
             gauge.add_metric([path.path], getattr(path, name))
         yield gauge

@@ -101,6 +101,7 @@ class MoverPath:
         self._slab_answers = SlabAnswers(
             owner=owner, columns=columns, table=slabs, index=self.index, voice=self.voice
         )
+        self._lost: set[int] = set()  # extents with slabs that were deleted
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -112,6 +113,7 @@ class MoverPath:
         while True:
             started_s = time.monotonic()
             try:
+                self._slab_answers.lost(await self._slab_answers.deleted(self.opened.directory))
                 self._start()
                 await self._kept.add({f"mover-{self.number}": self._require_link().pidfd})
                 self._announce()
@@ -173,9 +175,12 @@ class MoverPath:
     def answers(self) -> bool:
         """Whether it is in service, takes writes, and its disk has not kept it waiting for long."""
         link = self._working()
-        if link is None or self.hangs:
-            return False
-        return not self._owner.store.health(self.number).writes.paused
+        return link is not None and not self.hangs and not self.writes_paused
+
+    @property
+    def writes_paused(self) -> bool:
+        """Whether its disk fails all that it is to write."""
+        return self._owner.store.health(self.number).writes.paused
 
     def _working(self) -> MoverLink | None:
         """The mover that takes work; None while there is none, it is only starting, or it is dying."""
@@ -237,6 +242,8 @@ class MoverPath:
             waiting.set_exception(Unavailable("the mover died"))
         self._flushing.clear()
         self._owner.store.mover_dead(self.number, self._owner.now_ms())
+        self._slab_answers.lost(self._lost)
+        self._lost.clear()
         self._owner.settle_soon()
 
     async def _exit_of(self, link: MoverLink) -> None:
@@ -412,6 +419,8 @@ class MoverPath:
             case wire.SlabFailed():
                 self._slabs.failed(message.extent)  # the next move that names it has it tried again
                 self._slab_answers.failed(message)
+            case wire.SlabLost():
+                self._lost.add(message.extent)
             case wire.Notice():
                 self.voice.notice(message.text)
             case wire.Counts():
@@ -466,16 +475,26 @@ class MoverPath:
         """
         link = self._working()
         if link is None:
-            raise Unavailable(f"nvme path {self.opened.directory.path} is out of service")
-        if self._owner.config.durability is Durability.PROCESS:
-            number = self._group.new_id()
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._flushing[number] = done
-            link.send_sync(number)
-            self._update_writer()
-            await done
-            if self._group.doubt:
-                raise KvstoreError(f"nvme path {self.opened.directory.path}: {self._group.doubt}")
+            raise Unavailable("out of service")
+        if self._owner.config.durability is not Durability.NONE:
+            await self._sync_all(link)
         await self.index.catch_up()
         if self._owner.config.durability is Durability.PROCESS:
             await self.index.flush()
+
+    async def _sync_all(self, link: MoverLink) -> None:
+        """A sync of its own, which also finds out whether a slab was deleted: no sync of a group may be due."""
+        number = self._group.new_id()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._flushing[number] = done
+        link.send_sync(number)
+        self._update_writer()
+        await done
+        if self._group.doubt:
+            raise KvstoreError(self._group.doubt)
+        lost = await self._slab_answers.deleted(self.opened.directory)
+        if lost:
+            if (working := self._working()) is not None:
+                self._lost |= lost
+                working.kill()  # so that nothing moves in them when their blocks end
+            raise KvstoreError("slabs were deleted")

@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvstore.config import NvmePath
 from kvstore.daemon.kept import Kept
@@ -25,7 +24,8 @@ from kvstore.daemon.path_resizable import PathResizable
 from kvstore.daemon.recovery import Tables
 from kvstore.daemon.resizer import Resizer
 from kvstore.daemon.space import PathSpace, resized
-from kvstore.errors import AlreadyExists, ConfigError, FailedPrecondition, KvstoreError, ResourceExhausted
+from kvstore.daemon.write_down import Flushed, WriteDown
+from kvstore.errors import AlreadyExists, ConfigError, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
 from kvstore.mover_link import MoverLink
 from kvstore.moves import ExtentInfo
@@ -36,7 +36,7 @@ from tiers.nvme.cleared import note_cleared
 from tiers.nvme.recover import Found
 from tiers.nvme.slab import SlabFile
 
-__all__ = ["Flushed", "Movers", "PathStart"]
+__all__ = ["Movers", "PathStart"]
 
 _LOG = Log("movers")
 _RETRY_S = 0.05
@@ -46,21 +46,6 @@ _BUSY_AT_START_S = (
 )
 _OPEN_RETRY_S = 30.0
 _CLEAR_PATIENCE_S = 2.0  # for a path that is just coming into service
-_FLUSH_POLL_S = 0.05
-_NOTHING_FITS_S = 2.0  # with every disk well and idle; extents change class in less
-_DRAIN_PATIENCE_S = 1.0  # without a block written, while a path is out of service
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flushed:
-    """What a flush has come to."""
-
-    durable_blocks: int
-    """On disk now, in all."""
-    pending_blocks: int
-    """Of those to be flushed: not on disk."""
-    unfit_blocks: int = 0
-    """Of the pending: storage has no place for them beside the others."""
 
 
 class PathStart:
@@ -133,6 +118,7 @@ class Movers:
             directory=opened.directory,
             plan=opened.plan,
         )
+        space.foreign_found(self._found[number].foreign)
         await space.restore_budget()
         mover = MoverPath(
             number=number,
@@ -147,8 +133,14 @@ class Movers:
         )
         resizable = PathResizable(owner=self._owner, memory=self._memory, mover=mover, slabs=self.slabs)
         self._paths[number], self._resizers[number] = mover, Resizer(self._owner, resizable)
+        space.on_crowd = lambda: self._crowded(number)
         self._resizers[number].changed()  # an earlier daemon may have been killed before the size held
         await asyncio.gather(mover.run_forever(), self._resizers[number].run_forever())
+
+    def _crowded(self, number: int) -> None:
+        """Files of others came into a path's folder, or went."""
+        self._paths[number].size_changed()
+        self._resizers[number].changed()
 
     def _drop_unfinished(self, number: int) -> None:
         """Extents of a path that was not brought in to the end, by us or by a daemon that was killed then."""
@@ -266,7 +258,8 @@ class Movers:
                     cleared=self._cleared,
                 )
             await asyncio.to_thread(found.close)
-        room = place.plan.slabs_bytes - sum(slab_file_bytes(slab.nbytes) for slab in slabs)
+        room = place.plan.slabs_bytes - place.crowded_bytes
+        room -= sum(slab_file_bytes(slab.nbytes) for slab in slabs)
         try:
             for _ in range(room // slab_file_bytes(place.plan.slab_bytes)):
                 store.add_extent(tier=Tier.NVME, device=number, nbytes=place.plan.slab_bytes, slot_bytes=0)
@@ -363,71 +356,19 @@ class Movers:
             ) from error
 
     async def flush(self, deadline_s: float) -> Flushed:
-        """Writes down what is in DRAM alone, as far as it fits.
-
-        A path that is out of service may come back by the deadline, so it is waited for.
-        """
-        return await self._write_down(deadline_s, patience_s=deadline_s)
+        """See WriteDown.flush."""
+        return await self._write_down().flush(deadline_s)
 
     async def drain(self, deadline_s: float) -> Flushed:
-        """As `flush`, for the daemon's end: a path that is out of service, or fails all that it writes, is given up."""
-        return await self._write_down(deadline_s, patience_s=_DRAIN_PATIENCE_S)
+        """See WriteDown.drain."""
+        return await self._write_down().drain(deadline_s)
 
-    async def _write_down(self, deadline_s: float, *, patience_s: float) -> Flushed:
-        if not self._owner.config.nvme:
-            raise FailedPrecondition("nothing is durable: no NVMe path is configured")
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + deadline_s
-        wanted = self._owner.store.flush()
-        self._owner.settle_soon()
-        left, moved_s, failed = len(wanted), loop.time(), self._failed()
-        seen, idle_s = left, loop.time()
-        full = False  # storage has no place for any of the rest
-        while loop.time() < until_s and (
-            (now := self._owner.store.left_of(wanted).coming) or not self._all_open
-        ):
-            if now < left:
-                left, moved_s, failed = now, loop.time(), self._failed()
-            elif self._all_answer and self._failed() == failed:  # slow is not away
-                moved_s = loop.time()
-            if now == seen and self._all_answer and all(path.idle for path in self._paths.values()):
-                if full := loop.time() - idle_s >= _NOTHING_FITS_S:
-                    break
-            else:
-                seen, idle_s = now, loop.time()
-            if loop.time() - moved_s >= patience_s:
-                break
-            self._owner.settle_soon()
-            await asyncio.sleep(min(_FLUSH_POLL_S, max(0.0, until_s - loop.time())))
-        syncs = [asyncio.ensure_future(path.make_durable()) for path in self._paths.values()]
-        rest_s = max(0.0, until_s - loop.time())
-        if not self._all_answer:
-            rest_s = min(rest_s, patience_s)
-        done, late = await asyncio.wait(syncs, timeout=rest_s) if syncs else ((), ())
-        rest = self._owner.store.left_of(wanted)
-        left, unfit = rest.missing, rest.unfit + (rest.coming if full else 0)
-        if late or not self._all_open or any(sync.exception() is not None for sync in done):
-            left = max(1, left)  # which ones is not known: at least something is not certain
-        return Flushed(durable_blocks=self._durable(), pending_blocks=left, unfit_blocks=min(left, unfit))
-
-    @property
-    def _all_open(self) -> bool:
-        """Whether every configured path is in service: else what its index says is not known."""
-        serving = sum(path.in_service for path in self._paths.values())
-        return serving == len(self._owner.config.nvme)
-
-    @property
-    def _all_answer(self) -> bool:
-        """Whether every configured path is in service and none hangs."""
-        return self._all_open and all(path.answers for path in self._paths.values())
+    def _write_down(self) -> WriteDown:
+        return WriteDown(owner=self._owner, paths=self._paths, failed=self._failed)
 
     def _failed(self) -> int:
         """Blocks that a disk did not take, or give."""
         return self.counters()["nvme_failed_blocks_total"]
-
-    def _durable(self) -> int:
-        """Blocks that storage has."""
-        return next(tier.sealed_slots for tier in self._owner.store.stats().tiers if tier.tier is Tier.NVME)
 
     def path_stats(self) -> list[pb.PathStats]:
         """Each configured path, for Stats."""

@@ -5,6 +5,9 @@ What the store does about an extent without a slab is `kvstore.paths`.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvstore.daemon.index_writer import IndexWriter
@@ -14,10 +17,13 @@ from kvstore.daemon.owner import Owner
 from kvstore.daemon.path_voice import PathVoice
 from kvstore.layout import Columns, SlotState, Tier, states
 from kvstore.wire import mover as wire
+from tiers.nvme.directory import NvmeDirectory
+from tiers.nvme.slab import slab_name
 
 __all__ = ["SlabAnswers"]
 
 _LOG = Log("mover")
+_LOOK_S = 2.0  # for a folder's names; a disk that hangs longer is found out by its mover
 
 
 class SlabAnswers:
@@ -49,6 +55,43 @@ class SlabAnswers:
                 folder=self._voice.folder,
                 slab=self._table.number(told.extent),
                 blocks=blocks,
+            )
+
+    async def deleted(self, directory: NvmeDirectory) -> set[int]:
+        """Extents whose slabs have blocks of the store, and no file any more."""
+        expected = self._with_blocks()
+        if not expected:
+            return set()
+        try:
+            look = asyncio.to_thread(directory.disk.files, directory.path)
+            names = {name for name, _ in await asyncio.wait_for(look, _LOOK_S)}
+        except FileNotFoundError:
+            names = set()
+        except (OSError, TimeoutError):
+            return set()
+        now = self._with_blocks()  # one that was given up on purpose meanwhile is not lost
+        return {extent for extent, name in expected.items() if name not in names and now.get(extent) == name}
+
+    def _with_blocks(self) -> dict[int, str]:
+        """File name of each slab that blocks of the store are in, by extent. O(slots of the path)."""
+        return {
+            info.extent: slab_name(number, self._table.slot_bytes(info.extent))
+            for info in self._owner.store.extents(Tier.NVME)
+            if info.device == self._voice.number
+            and (number := self._table.number(info.extent))
+            and self._blocks_in(info.extent)
+        }
+
+    def lost(self, extents: Iterable[int]) -> None:
+        """Somebody has deleted these slabs, and no mover has them open: their blocks end."""
+        for extent in extents:
+            self._owner.counters.add("nvme_slabs_lost_total")
+            _LOG.warning(
+                "slab was deleted while in use: its blocks are misses; find out who deletes files there",
+                path=self._voice.number,
+                folder=self._voice.folder,
+                slab=self._table.number(extent),
+                blocks=self._owner.store.paths.slab_lost(extent),
             )
 
     def _blocks_in(self, extent: int) -> int:

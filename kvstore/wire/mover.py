@@ -3,7 +3,7 @@
     daemon → mover   Config {…}   Extent {extent, nbytes} + fd   Slab {extent, number, nbytes, slot_bytes}
                      Drop {tier, extent}   Limit {slabs_bytes}   Moves {MOVE[n]}   Sync {id}
     mover → daemon   Ready {threads}   SlabOpened {extent, direct}   SlabFailed {extent, text}
-                     Replies {REPLY[n]}   Synced {id, text}   Notice {text}   Counts {…}
+                     SlabLost {extent}   Replies {REPLY[n]}   Synced {id, text}   Notice {text}   Counts {…}
 
 One packet of an AF_UNIX SOCK_SEQPACKET pair is one message. The mover is always started by the daemon of the same
 installation, so there is no version. Numbers are little-endian. Order: an Extent and a Slab come before the first move
@@ -42,6 +42,7 @@ __all__ = [
     "Replies",
     "Slab",
     "SlabFailed",
+    "SlabLost",
     "SlabOpened",
     "Sync",
     "Synced",
@@ -84,6 +85,7 @@ class Kind(IntEnum):
     SYNCED = 20
     NOTICE = 21
     COUNTS = 22
+    SLAB_LOST = 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,13 @@ class SlabFailed:
     exists: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabLost:
+    """Somebody has deleted the slab's file. The mover ends after it, so that no move is under way in the slab."""
+
+    extent: int
+
+
 @dataclass(frozen=True, slots=True)
 class Replies:
     """How moves ended."""
@@ -225,6 +234,7 @@ Message = (
     | Ready
     | SlabOpened
     | SlabFailed
+    | SlabLost
     | Replies
     | Synced
     | Notice
@@ -257,7 +267,7 @@ def pack(message: Message) -> bytes:
             return _pack_report(message)
 
 
-def _pack_report(message: Ready | SlabOpened | SlabFailed | Synced | Notice | Counts) -> bytes:
+def _pack_report(message: Ready | SlabOpened | SlabFailed | SlabLost | Synced | Notice | Counts) -> bytes:
     match message:
         case Ready():
             return _KIND.pack(Kind.READY) + _SHORT.pack(message.threads)
@@ -266,6 +276,8 @@ def _pack_report(message: Ready | SlabOpened | SlabFailed | Synced | Notice | Co
         case SlabFailed():
             head = _FAILED.pack(message.extent, message.exists)
             return _KIND.pack(Kind.SLAB_FAILED) + head + _text(message.text)
+        case SlabLost():
+            return _KIND.pack(Kind.SLAB_LOST) + _SHORT.pack(message.extent)
         case Synced():
             return _KIND.pack(Kind.SYNCED) + _ID.pack(message.id) + _text(message.text)
         case Notice():
@@ -319,6 +331,8 @@ def _parse_report(kind: int, body: bytes) -> Message:
         case Kind.SLAB_FAILED:
             extent, exists = _FAILED.unpack_from(body)
             return SlabFailed(extent=extent, text=_text_of(body[_FAILED.size :]), exists=bool(exists))
+        case Kind.SLAB_LOST:
+            return SlabLost(extent=_SHORT.unpack(body)[0])
         case Kind.REPLIES:
             return Replies(records_of(body, REPLY))
         case Kind.SYNCED:

@@ -164,6 +164,10 @@ class SimDisk:
     def size(self, fd: int, /) -> int:
         return self._file(fd).size
 
+    def links(self, fd: int, /) -> int:
+        file = self._file(fd)
+        return sum(named is file for named in self.names.values())
+
     def exists(self, path: Path, /) -> bool:
         return str(path) in self.names
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.daemon.movers import Flushed
+from kvstore.daemon.write_down import Flushed
 from kvstore.errors import KvstoreError
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb

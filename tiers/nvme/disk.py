@@ -58,6 +58,10 @@ class Disk(Protocol):
         """Bytes of the file."""
         ...
 
+    def links(self, fd: int, /) -> int:
+        """Names that the file has; 0: it was deleted, and ends with whoever has it open."""
+        ...
+
     def exists(self, path: Path, /) -> bool:
         """Whether there is such a name."""
         ...
@@ -100,6 +104,11 @@ class SystemDisk:
     def size(fd: int) -> int:
         """See Disk."""
         return os.fstat(fd).st_size
+
+    @staticmethod
+    def links(fd: int) -> int:
+        """See Disk."""
+        return os.fstat(fd).st_nlink
 
     @staticmethod
     def files(directory: Path) -> list[tuple[str, int]]:

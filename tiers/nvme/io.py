@@ -6,6 +6,7 @@ large batch several of them. Small slots gain by it; a slot of 2 MiB is a call b
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -125,8 +126,18 @@ class NvmeTier:
         found = [self._transfer_piece(piece) for piece in cut(moves, 1)]
         return np.concatenate([replies for replies in found if replies is not None])
 
+    def deleted(self) -> list[int]:
+        """Extents whose slab somebody has deleted under us: what is read from it and written to it is in no folder."""
+        found = []
+        for extent in tuple(self._slabs):
+            with self._files:  # which keeps `drop_slab` from closing it meanwhile
+                slab = self._slabs.get(extent)
+                if slab is not None and slab.is_deleted():
+                    found.append(extent)
+        return found
+
     def sync(self) -> None:
-        """See StorageTier."""
+        """See StorageTier. Also fails where a slab was deleted: the kernel syncs what no name leads to."""
         with self._syncs:
             if not self._synced_before:
                 sync_slabs(self._directory, self._disk)
@@ -136,6 +147,8 @@ class NvmeTier:
             for extent, slab in slabs:
                 if slab.dirty:
                     self._sync_slab(extent, slab)
+        if self.deleted():  # last: what was deleted before the answer is not durable
+            raise OSError(errno.ENOENT, "a slab was deleted")
 
     def _sync_slab(self, extent: int, slab: Slab) -> None:
         with self._files:

@@ -29,6 +29,7 @@ __all__ = [
     "open_slab",
     "remove_slab",
     "slab_file",
+    "slab_name",
     "slots_in",
     "stride_bytes",
     "sync_directory",
@@ -51,7 +52,7 @@ class SlabFile:
     @property
     def name(self) -> str:
         """Its file name."""
-        return f"slab-{self.number}-{self.slot_bytes}.kv"
+        return slab_name(self.number, self.slot_bytes)
 
     @property
     def slots(self) -> int:
@@ -121,6 +122,10 @@ class Slab:
         """Whether somebody has made the file shorter than it was. Raises OSError."""
         return self._disk.size(self._fd) < self.file.nbytes
 
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the file: what is in it ends with this descriptor. Raises OSError."""
+        return not self._disk.links(self._fd)
+
     def close(self) -> None:
         """Closes the file."""
         if self._fd >= 0:
@@ -162,6 +167,11 @@ def open_slab(
             ) from error
         raise KvstoreError(f"cannot open {path}: {error.strerror}") from error
     return Slab(fd, file, direct=is_direct, disk=disk)
+
+
+def slab_name(number: int, slot_bytes: int) -> str:
+    """The file name of a slab."""
+    return f"slab-{number}-{slot_bytes}.kv"
 
 
 def slab_file(name: str, nbytes: int) -> SlabFile | None:

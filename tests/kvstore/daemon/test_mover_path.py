@@ -101,7 +101,7 @@ class Rig:
         config = SimpleNamespace(nvme_threads=1, nvme_throttle=None, durability=Durability.POWER)
         owner: Any = SimpleNamespace(
             config=config,
-            store=SimpleNamespace(take_moves=self._take, paths=self.paths),
+            store=SimpleNamespace(take_moves=self._take, paths=self.paths, extents=lambda _tier: []),
             warnings={},
             settle_soon=lambda: None,
             counters=SimpleNamespace(add=lambda *_: None),
@@ -111,7 +111,9 @@ class Rig:
         memory: Any = SimpleNamespace(extents=lambda tier: [(info, 0)] if tier is Tier.DRAM else [])
         columns: Any = SimpleNamespace(extent_slot_bytes=[SLOT_BYTES], extent_bytes=[1 << 20])
         slabs: Any = SimpleNamespace(number=lambda _: 1, slot_bytes=lambda _: SLOT_BYTES)
-        opened: Any = SimpleNamespace(directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1))
+        opened: Any = SimpleNamespace(
+            directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1), plan=SimpleNamespace(map_bytes=0)
+        )
         space: Any = SimpleNamespace(slabs_bytes=0, promise_soon=lambda: None)
         kept: Any = self.kept
         self.path = MoverPath(

@@ -11,8 +11,10 @@ import pytest
 
 from kvstore.config import NvmePath, ServeConfig
 from kvstore.daemon import movers as module
-from kvstore.daemon.movers import Flushed, Movers
+from kvstore.daemon import write_down
+from kvstore.daemon.movers import Movers
 from kvstore.daemon.outstanding import Outstanding
+from kvstore.daemon.write_down import Flushed
 from kvstore.layout import Tier
 from kvstore.moves import FlushLeft, MoveKind
 from kvstore.units import GIB
@@ -27,6 +29,7 @@ class FakePath:
 
     def __init__(self, *, in_service: bool, answers: bool, fails: int = 0, idle: bool = False) -> None:
         self.in_service, self.answers, self.idle = in_service, answers, idle
+        self.hangs = self.writes_paused = False
         self._fails, self._failed = fails, 0
 
     @property
@@ -76,7 +79,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DRAIN_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(write_down, "_DRAIN_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +153,30 @@ def test_a_flush_waits_for_a_path_that_may_come_back() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("what", ["hangs", "writes_paused"])
+@pytest.mark.parametrize("blocks", [3, 0])
+def test_a_flush_gives_a_disk_up_that_is_known_to_hang_or_to_take_nothing(
+    monkeypatch: pytest.MonkeyPatch, what: str, blocks: int
+) -> None:
+    """A flush waited for a minute for a disk that had been known for most of it to hang, or to fail every write."""
+    monkeypatch.setattr(write_down, "_HUNG_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(write_down, "_PAUSED_PATIENCE_S", PATIENCE_S)
+
+    async def work() -> None:
+        path = FakePath(in_service=True, answers=True)
+        rig = Rig(path, [blocks])
+        path.answers = False
+        setattr(path, what, True)
+        took_s, flushed = await rig.timed(rig.movers.flush(30.0))
+        assert took_s < LONG_S
+        assert flushed.pending_blocks == max(1, blocks)
+
+    asyncio.run(work())
+
+
 def test_a_flush_ends_when_there_is_no_place_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every slot of the disk pinned a flush waited to its deadline for what could never be written."""
-    monkeypatch.setattr(module, "_NOTHING_FITS_S", PATIENCE_S)
+    monkeypatch.setattr(write_down, "_NOTHING_FITS_S", PATIENCE_S)
 
     async def work() -> None:
         rig = Rig(FakePath(in_service=True, answers=True, idle=True), [9, 8, 3])

@@ -163,3 +163,7 @@ def test_metrics_have_each_path() -> None:
     assert 'kvstore_path_accepted_bytes_total{path="/var/lib/kvstore"} 1000.0' in text
     assert 'kvstore_path_leaving_extents{path="/mnt/b"} 3.0' in text
     assert 'kvstore_path_in_service{path="/mnt/c"} 0.0' in text
+    assert (
+        "HELP kvstore_path_in_service 1 while an NVMe path is open and has a mover, also one that hangs"
+        in text
+    )
