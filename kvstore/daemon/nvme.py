@@ -25,7 +25,15 @@ from kvstore.faults import fault
 from kvstore.layout import Columns, Tier
 from kvstore.moves import U32, NvmeChanges
 from tiers.memfd import create_memfd
-from tiers.nvme.capacity import SlabPlan, check_room, default_map_bytes, plan, slab_file_bytes
+from tiers.nvme.capacity import (
+    SlabPlan,
+    check_room,
+    crowded_bytes,
+    default_map_bytes,
+    disk_usage,
+    plan,
+    slab_file_bytes,
+)
 from tiers.nvme.directory import NvmeDirectory, keep_secret, read_secret
 from tiers.nvme.index import (
     RECORD,
@@ -143,6 +151,10 @@ class FoundPath:
     """Blocks on the disk; only once what was found is closed."""
     large: bool = False
     """Whether finding them takes longer than a start should wait."""
+    foreign: tuple[tuple[str, int], ...] = ()
+    """(name, bytes) of what in it is not the service's."""
+    crowded_bytes: int = 0
+    """What slabs lack because of it."""
 
     def open(self, removed: Sequence[SlabFile]) -> OpenPath:
         """Opens the index, which forgets these slabs. Blocks. Raises KvstoreError."""
@@ -188,7 +200,7 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
         undo.callback(directory.abandon)
         check_room(folder, wanted)
         keep_secret(folder, secret)
-        slabs = directory.slabs()
+        slabs, foreign = directory.slabs(), disk_usage(folder).foreign
         empty = config.recovery is Recovery.NONE or config.durability is Durability.NONE
         if read_index and slabs and config.recovery is not Recovery.NONE:
             _refuse_to_empty(folder, slabs, config)
@@ -205,6 +217,8 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
         slabs=tuple(slabs),
         find=(lambda: _find(folder, slabs, wanted, config)) if read_index and not empty else None,
         large=index_file_bytes(folder) > _LARGE_INDEX_BYTES,
+        foreign=foreign,
+        crowded_bytes=crowded_bytes(foreign, path.capacity_bytes, wanted.total_bytes),
         open_index=lambda: _open_index(folder, wanted.map_bytes, config),
     )
 

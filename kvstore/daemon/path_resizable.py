@@ -51,7 +51,7 @@ class PathResizable:
 
     def room(self) -> int:
         """See Resizable."""
-        return self._space.slabs_bytes
+        return self._space.room_bytes
 
     async def drop(self, info: ExtentInfo) -> None:
         """See Resizable."""
@@ -80,8 +80,9 @@ class PathResizable:
         used = await self._space.measure()
         if used > self._space.capacity_bytes:
             raise ResourceExhausted(
-                f"{self._space.directory.path} takes {format_size(used)} of {format_size(self._space.capacity_bytes)}: "
-                "something in it is not the service's"
+                self._space.foreign_warning
+                or f"{self._space.directory.path} takes {format_size(used)} of "
+                f"{format_size(self._space.capacity_bytes)}: something in it is not the service's"
             )
         self._grow()
 
@@ -118,7 +119,7 @@ class PathResizable:
         """Adds extents while there is room for another slab."""
         store, size = self._owner.store, self._space.slab_bytes
         taken = sum(self.cost(info.nbytes) for info in self._infos())
-        count = max(0, (self.room() - taken) // self.cost(size))
+        count = max(0, (self._space.slabs_bytes - taken) // self.cost(size))
         topic = f"extents-{self.device}"
         try:
             for _ in range(min(count, _EXTENTS_A_TURN)):

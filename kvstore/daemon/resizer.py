@@ -107,6 +107,8 @@ class Resizer:
 
     def _complain(self) -> None:
         """It has been in the way for some seconds."""
+        if self.waits_for in self._owner.warnings.values():
+            return  # it is said already
         text = f"{self._memory.name} has not got its size yet: {self.waits_for}"
         if self._owner.warnings.get(self._topic) != text:
             _LOG.warning("size not reached", memory=self._memory.name, waits=self.waits_for)

@@ -8,6 +8,7 @@ Owner loop only; the disk is touched in threads, one call at a time.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,14 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.errors import Corruption, KvstoreError
 from kvstore.units import format_size
-from tiers.nvme.capacity import SlabPlan, disk_usage, slab_room
+from tiers.nvme.capacity import (
+    SMALL_FILES_BYTES,
+    SlabPlan,
+    crowded_bytes,
+    disk_usage,
+    index_bytes,
+    slab_room,
+)
 from tiers.nvme.directory import NvmeDirectory
 from tiers.nvme.notes import (
     BudgetNote,
@@ -33,6 +41,7 @@ __all__ = ["PathSpace", "resized"]
 
 _LOG = Log("space")
 _MEASURE_S = 5.0
+_MOST_NAMES = 3
 
 
 def resized(path: NvmePath) -> NvmePath:
@@ -74,10 +83,13 @@ class PathSpace:
         self.map_bytes = plan.map_bytes
         self.slab_bytes = plan.slab_bytes
         """Of a new slab."""
-        self.slabs_bytes = plan.slabs_bytes
-        """The most that all slabs may take, as `tiers.nvme.capacity` counts."""
+        self.room_bytes = plan.slabs_bytes
+        """The most that all slabs may take, as `tiers.nvme.capacity` counts, with nobody else's files there."""
+        self._crowded_bytes = 0
         self.disk_bytes = 0
         """What the folder took when it was measured last; 0: not yet."""
+        self.on_crowd: Callable[[], None] = lambda: None
+        """Is told that `slabs_bytes` is another one because files of others came or went."""
         self._number = number
         self._owner = owner
         self._measured_s = -_MEASURE_S
@@ -88,6 +100,39 @@ class PathSpace:
     def budget(self) -> WriteBudget:
         """What may be written."""
         return self._owner.store.budget(self._number)
+
+    @property
+    def slabs_bytes(self) -> int:
+        """The most that slabs may take where another is made: files of others count, and cost no slab that is there."""
+        return max(1, self.room_bytes - self._crowded_bytes)  # 0 would be no bound
+
+    @property
+    def foreign_warning(self) -> str:
+        """What is said of others' files in the folder; empty where they cost no slab."""
+        return self._owner.warnings.get(f"foreign-{self._number}", "")
+
+    def foreign_found(self, foreign: Sequence[tuple[str, int]]) -> bool:
+        """Files of others lie in the folder: warns where they cost slabs. Whether `slabs_bytes` is another one now."""
+        planned = self.room_bytes + index_bytes(self.map_bytes) + SMALL_FILES_BYTES
+        before, self._crowded_bytes = (
+            self._crowded_bytes,
+            crowded_bytes(foreign, self.capacity_bytes, planned),
+        )
+        topic = f"foreign-{self._number}"
+        if not self._crowded_bytes:
+            self._owner.warnings.pop(topic, None)
+        elif self._crowded_bytes != before:
+            names = ", ".join(name for name, _ in foreign[:_MOST_NAMES]) + ", …" * (
+                len(foreign) > _MOST_NAMES
+            )
+            nbytes = format_size(sum(nbytes for _, nbytes in foreign))
+            self._owner.warnings[topic] = (
+                f"nvme path {self.directory.path}: {nbytes} in it are not the service's ({names}) and count against "
+                f"its {format_size(self.capacity_bytes)}: no slab is made in their place; move them out"
+            )
+            if not before:
+                _LOG.warning("files of others", path=self.directory.path, bytes=nbytes, names=names)
+        return self._crowded_bytes != before
 
     # ------------------------------------------------------------ the write budget
 
@@ -162,6 +207,8 @@ class PathSpace:
         """Bytes that the folder takes on its disk. Raises OSError."""
         usage = await asyncio.to_thread(disk_usage, self.directory.path)
         self.disk_bytes = usage.total_bytes
+        if self.foreign_found(usage.foreign):
+            self.on_crowd()
         return self.disk_bytes
 
     # ------------------------------------------------------------ its size
@@ -176,4 +223,4 @@ class PathSpace:
             note = SizeNote(configured_bytes=configured, resized_bytes=capacity_bytes)
             await asyncio.to_thread(write_size, folder, note, disk)
         self.capacity_bytes, self.map_bytes = capacity_bytes, map_bytes
-        self.slabs_bytes = slab_room(capacity_bytes, map_bytes)
+        self.room_bytes = slab_room(capacity_bytes, map_bytes)

@@ -9,6 +9,7 @@ the small files. `plan` divides it once so that the bound holds whatever happens
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,11 @@ __all__ = [
     "DiskUsage",
     "SlabPlan",
     "check_room",
+    "crowded_bytes",
     "default_map_bytes",
     "disk_usage",
     "index_bytes",
+    "is_own",
     "plan",
     "require_room",
     "slab_file_bytes",
@@ -37,6 +40,7 @@ SMALL_FILES_BYTES = 4 * MIB
 _MIN_MAP_BYTES = 8 * MIB
 _LOCK_FILE_BYTES = 2 * PAGE_BYTES  # LMDB's lock.mdb with 8 readers
 _SLAB = "slab-"
+_OWN = {"lock", "secret", "cleared", "namespaces", "threads", "size", "budget", "index", "lost+found", "."}
 _SECTOR_BYTES = 512  # unit of st_blocks
 
 
@@ -66,11 +70,24 @@ class DiskUsage:
     slab_bytes: int
     index_bytes: int
     other_bytes: int
+    foreign: tuple[tuple[str, int], ...] = ()
+    """(name, bytes) of what in it is not the service's, the largest first; counted in `other_bytes` too."""
 
     @property
     def total_bytes(self) -> int:
         """All of it: never more than the capacity."""
         return self.slab_bytes + self.index_bytes + self.other_bytes
+
+
+def is_own(name: str) -> bool:
+    """Whether something in a path's directory, or below it, is the service's. `name` is relative to the directory."""
+    top = name.partition("/")[0]
+    return top.startswith(_SLAB) or top.removesuffix(".new") in _OWN
+
+
+def crowded_bytes(foreign: Sequence[tuple[str, int]], capacity_bytes: int, planned_bytes: int) -> int:
+    """What slabs lack because somebody else's files count as well. `planned_bytes`: SlabPlan.total_bytes."""
+    return max(0, sum(nbytes for _, nbytes in foreign) - max(0, capacity_bytes - planned_bytes))
 
 
 def slab_file_bytes(nbytes: int) -> int:
@@ -121,18 +138,31 @@ def _largest_slab(left: int) -> int:
 def disk_usage(directory: Path) -> DiskUsage:
     """What is there now. Files that go meanwhile count as gone. Raises OSError. O(files)."""
     slabs = index = other = 0
+    foreign: dict[str, int] = {}
     for folder, names, files in os.walk(directory):
-        other += _size_of(Path(folder))
+        top = os.path.relpath(folder, directory).partition("/")[0]
+        here = _size_of(Path(folder))
+        other += here
+        if not is_own(top):
+            foreign[top] = foreign.get(top, 0) + here
         names.sort()
         for name in files:
             nbytes = _size_of(Path(folder, name))
+            first = name if top == "." else top
+            if not is_own(first):
+                foreign[first] = foreign.get(first, 0) + nbytes
             if Path(folder).name == "index":
                 index += nbytes
             elif name.startswith(_SLAB):
                 slabs += nbytes
             else:
                 other += nbytes
-    return DiskUsage(slab_bytes=slabs, index_bytes=index, other_bytes=other)
+    return DiskUsage(
+        slab_bytes=slabs,
+        index_bytes=index,
+        other_bytes=other,
+        foreign=tuple(sorted(foreign.items(), key=lambda item: (-item[1], item[0]))),
+    )
 
 
 def _size_of(path: Path) -> int:
@@ -156,7 +186,7 @@ def require_room(directory: Path, limit_bytes: int, nbytes: int, disk: Disk = SY
     if taken + slab_file_bytes(nbytes) > limit_bytes:
         raise ResourceExhausted(
             f"nvme: no room for a slab of {format_size(nbytes)} in {directory}: slabs take {format_size(taken)} of "
-            f"{format_size(limit_bytes)}; one of them could not be deleted"
+            f"{format_size(limit_bytes)}; one of them could not be deleted, or the files of others take their room"
         )
 
 

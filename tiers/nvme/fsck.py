@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.units import format_size
+from tiers.nvme.capacity import is_own
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import Trailer
 
@@ -117,12 +118,24 @@ def _of_file(trouble: Trouble, entry: Entry, text: str, mend: str) -> Finding:
 
 
 def judge_size(entries: Iterable[Entry], capacity_bytes: int) -> list[Finding]:
-    """Whether all of it together is more than was configured."""
-    taken = sum(max(entry.nbytes, entry.allocated_bytes) for entry in entries if not stat.S_ISDIR(entry.mode))
+    """Whether all of it together is more than was configured, and whose files make it so."""
+    files = {
+        entry.name: max(entry.nbytes, entry.allocated_bytes)
+        for entry in entries
+        if not stat.S_ISDIR(entry.mode)
+    }
+    taken = sum(files.values())
     if taken <= capacity_bytes:
         return []
-    text = f"takes {format_size(taken)}, and {format_size(capacity_bytes)} is configured: the next start removes slabs"
-    return [Finding(trouble=Trouble.CAPACITY, places=(".",), text=text, mend="")]
+    text = f"takes {format_size(taken)}, and {format_size(capacity_bytes)} is configured: "
+    foreign = sorted((name for name in files if not is_own(name)), key=lambda name: -files[name])
+    theirs = sum(files[name] for name in foreign)
+    if taken - theirs > capacity_bytes:
+        text += "the next start removes slabs"
+        return [Finding(trouble=Trouble.CAPACITY, places=(".",), text=text, mend="")]
+    text += f"{format_size(theirs)} of it are not the service's, which makes no slab in their place: move them out"
+    places = tuple(foreign[:_MOST_PLACES])
+    return [Finding(trouble=Trouble.CAPACITY, places=places, text=text, mend="", count=len(foreign))]
 
 
 def judge_records(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[np.uint8]:

@@ -273,8 +273,34 @@ def test_a_file_of_somebody_elses_is_said(place: Path) -> None:
             file.truncate(70 * MIB)
         reply = ask(service, "nvme", 64, path)
         assert not reply.complete
-        assert "something in it is not the service's" in reply.waits_for
-        wait_for("a warning", lambda: "has not got its size yet" in " ".join(service.stats().warnings))
+        assert "70MiB in it are not the service's (holiday.mkv)" in reply.waits_for
+        assert list(service.stats().warnings) == [reply.waits_for]
         (place / "nvme" / "holiday.mkv").unlink()
         wait_for("the size", lambda: ask(service, "nvme", 64, path).complete)
         assert list(service.stats().warnings) == []
+
+
+def test_a_start_makes_no_slab_in_place_of_somebody_elses_file(place: Path) -> None:
+    """A start beside a foreign file made slabs up to the whole size and said nothing of the file."""
+    config = config_of(place, 96)
+    with started(config) as service:
+        wait_for("the path", lambda: path_stats(service).in_service)
+    with (place / "nvme" / "holiday.mkv").open("wb") as file:
+        file.truncate(50 * MIB)
+    with started(config) as service:
+        wait_for("the path", lambda: path_stats(service).in_service)
+        (warning,) = service.stats().warnings
+        assert "50MiB in it are not the service's (holiday.mkv)" in warning
+        assert service.tail().count("files of others") == 1
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        fill(service, one, range(2000))
+        assert used(place) <= 96 * MIB, "with the file"
+        before = service.tier("nvme").allocated_bytes
+        assert 0 < before <= 40 * MIB
+        (place / "nvme" / "holiday.mkv").unlink()
+        wait_for("its room", lambda: service.tier("nvme").allocated_bytes > 70 * MIB)
+        assert list(service.stats().warnings) == []
+        fill(service, one, range(4000, 5000))
+        assert used(place) <= 96 * MIB
+        assert service.faults() == []
+        one.close()

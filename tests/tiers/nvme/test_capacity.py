@@ -108,6 +108,16 @@ def test_everything_in_the_directory_counts(tmp_path: Path) -> None:
     assert usage.total_bytes == usage.slab_bytes + usage.index_bytes + usage.other_bytes
 
 
+def test_files_of_others_are_named(tmp_path: Path) -> None:
+    for name in ("lock", "secret", "cleared.new", "slab-1-4096.kv", "note.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "films").mkdir()
+    (tmp_path / "films" / "lock").write_bytes(bytes(MIB))
+    usage = disk_usage(tmp_path)
+    assert [name for name, _ in usage.foreign] == ["films", "note.txt"]
+    assert MIB < usage.foreign[0][1] < 2 * MIB
+
+
 def test_a_slab_beyond_the_room_is_refused(tmp_path: Path) -> None:
     """A slab that could not be deleted stayed, and the next one went beyond the capacity."""
     limit = slab_room(2 * slab_file_bytes(MIB) + index_bytes(8 * MIB) + SMALL_FILES_BYTES, 8 * MIB)

@@ -258,6 +258,16 @@ def test_what_only_a_person_can_mend_is_left(place: Path) -> None:
     assert not any(finding.mended or finding.mend for finding in mend(found))
 
 
+def test_files_of_others_are_told_apart(place: Path) -> None:
+    """Of a path that somebody else's file made too large fsck said that the next start would remove slabs."""
+    (place / "holiday.mkv").touch(0o600)
+    os.truncate(place / "holiday.mkv", 1 << 30)
+    (finding,) = look(place, 1 << 30).findings
+    assert (finding.trouble, finding.places) == (Trouble.CAPACITY, ("holiday.mkv",))
+    assert "1GiB of it are not the service's" in finding.text
+    assert "removes slabs" not in finding.text
+
+
 def test_the_size_that_was_given_at_run_time_counts(place: Path) -> None:
     """A path that was made larger while it was in use was said to be larger than configured."""
     taken = sum(max(entry.nbytes, entry.allocated_bytes) for entry in look(place).entries)
