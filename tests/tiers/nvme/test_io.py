@@ -302,6 +302,20 @@ def test_a_failed_sync_is_tried_again(
     assert len(calls) == 2
 
 
+def test_a_sync_fails_where_a_slab_was_deleted(tier: NvmeTier, harness: Harness, tmp_path: Path) -> None:
+    """The kernel syncs a file without a name as any other, and the tier passed that on as durable."""
+    tier.transfer(harness.moves_for([0]))
+    tier.sync()
+    assert tier.deleted() == []
+    the_slab(tmp_path).unlink()
+    for _ in range(2):  # also where nothing was written since
+        with pytest.raises(OSError, match="was deleted"):
+            tier.sync()
+    assert tier.deleted() == [NVME]
+    tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
+    tier.sync()
+
+
 def test_a_sync_that_meets_a_write_leaves_it_to_the_next(
     python_tier: NvmeTier, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
