@@ -76,7 +76,7 @@ class State(enum.IntEnum):
     FREE = 0
     FILLING = 1  # its hash is reserved by a slot that is being filled; no tier has it yet
     SEALED = 2  # at least one tier has it
-    CLEARED = 3  # an administrator has cleared it: nobody finds it any more, and its slots come back bit by bit
+    CLEARED = 3  # by an administrator: nobody finds it any more, and its slots come back bit by bit
 
 
 class SlotState(enum.IntEnum):
