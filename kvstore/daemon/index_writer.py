@@ -41,6 +41,8 @@ class IndexWriter:
         """Whether the last commit failed."""
         self._map_bytes = 0  # to be resized to; 0: not
         self._bound_bytes = opened.plan.map_bytes
+        self._complete = False
+        """Whether the index has been told that it has all there was when it was opened, or made anew."""
         self._place: IndexPlace | None = None
         self._due = True  # a kill may have come before the last commit
         self._task: asyncio.Task[None] | None = None
@@ -114,6 +116,7 @@ class IndexWriter:
         try:
             self._due = False
             if await asyncio.to_thread(self._renew):
+                self._complete = False
                 self._owner.counters.add("nvme_indexes_lost_total")
                 _LOG.warning("index was deleted and is made anew", folder=self._opened.directory.path)
                 self._owner.store.index_changes.all_changed(self._number)
@@ -129,6 +132,9 @@ class IndexWriter:
                 del self._dropped_slabs[: len(batch.dropped_slabs)]
                 self._owner.counters.add("nvme_commits_total")
                 self._owner.store.budget(self._number).spend(self._owner.now_ms(), written_bytes)
+            if not self._complete and len(batch.slots) < _BATCH_SLOTS:  # all that had changed
+                await asyncio.to_thread(self._opened.index.complete)
+                self._complete = True
             self._behind = False
             self._owner.warnings.pop(topic, None)
         except Unavailable:  # the folder is gone, which is said of its writes

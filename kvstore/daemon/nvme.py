@@ -209,7 +209,7 @@ def open_path(path: NvmePath, config: ServeConfig, secret: bytes, *, read_index:
         elif (
             not read_index and index_file_bytes(folder) > wanted.map_bytes
         ):  # of a larger capacity, and LMDB gives nothing back
-            remove_index(folder)  # the first commit enters all that the tables know
+            remove_index(folder)  # what the tables know is entered into the next
         undo.pop_all()
     return FoundPath(
         directory=directory,
@@ -267,12 +267,12 @@ def _open_index(folder: Path, map_bytes: int, config: ServeConfig) -> BlockIndex
     if config.durability is Durability.NONE:
         remove_index(folder)
         return NoIndex()
-    try:
-        return DurableIndex(folder, map_bytes=map_bytes, durability=config.durability)
-    except Corruption as error:
-        _LOG.warning("index damaged, rebuilding", path=folder, error=error)
-        remove_index(folder)
-        return DurableIndex(folder, map_bytes=map_bytes, durability=config.durability)
+    if index_file_bytes(folder):
+        try:
+            return DurableIndex(folder, map_bytes=map_bytes, durability=config.durability)
+        except Corruption as error:
+            _LOG.warning("index damaged, rebuilding", path=folder, error=error)
+    return DurableIndex.anew(folder, map_bytes=map_bytes, durability=config.durability)
 
 
 def trim(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ class IndexFile:
     exists: bool = False
     unsynced_boot: int | None = None
     """Written without syncs since this boot of the machine."""
+    incomplete: bool = False
+    """Made anew, and not to its end."""
     nbytes: int = 0
 
     def power_cut(self) -> None:
@@ -44,6 +47,7 @@ class IndexFile:
             synced=dict(self.synced),
             exists=self.exists,
             unsynced_boot=self.unsynced_boot,
+            incomplete=self.incomplete,
             nbytes=self.nbytes,
         )
 
@@ -51,14 +55,20 @@ class IndexFile:
         """As tiers.nvme.index.load_index."""
         if not self.exists:
             raise Corruption("there is no index")
+        self.check_mark(boot)
+        return _as_records(self.records)
+
+    def check_mark(self, boot: int) -> None:
+        """Raises Corruption where it is not to be believed."""
+        if self.incomplete:
+            raise Corruption("the index was not made to its end")
         if self.unsynced_boot is not None and self.unsynced_boot != boot:
             raise Corruption("the index was not flushed before the machine stopped")
-        return _as_records(self.records)
 
     def remove(self) -> None:
         """As tiers.nvme.index.remove_index."""
         self.records, self.synced = {}, {}
-        self.exists, self.unsynced_boot, self.nbytes = False, None, 0
+        self.exists, self.unsynced_boot, self.incomplete, self.nbytes = False, None, False, 0
 
 
 class IndexTwin:
@@ -74,8 +84,7 @@ class IndexTwin:
         before: Callable[[str], None] = lambda operation: None,
     ) -> None:
         """`synced`: every transaction is on the medium when it returns. Raises Corruption."""
-        if file.unsynced_boot is not None and file.unsynced_boot != boot:
-            raise Corruption("the index was not flushed before the machine stopped")
+        file.check_mark(boot)
         self._file = file
         self.empty = not file.records
         self._map_bytes = map_bytes
@@ -87,6 +96,29 @@ class IndexTwin:
         else:
             file.unsynced_boot = boot
         file.exists = True
+
+    @classmethod
+    def anew(
+        cls,
+        file: IndexFile,
+        *,
+        map_bytes: int,
+        synced: bool,
+        boot: int = 0,
+        before: Callable[[str], None] = lambda operation: None,
+    ) -> Self:
+        """See DurableIndex."""
+        before("index.remove")
+        file.remove()
+        index = cls(file, map_bytes=map_bytes, synced=synced, boot=boot, before=before)
+        file.incomplete = True
+        return index
+
+    def complete(self) -> None:
+        """See DurableIndex."""
+        if self._file.incomplete:
+            self._before("index.complete")
+            self._file.incomplete = False
 
     def commit(self, published: NDArray[np.void], freed: NDArray[np.void]) -> None:
         """See DurableIndex."""
@@ -125,7 +157,8 @@ class IndexTwin:
     def close(self) -> None:
         """See DurableIndex."""
         self._file.synced = dict(self._file.records)
-        self._file.unsynced_boot = None
+        if not self._file.incomplete:
+            self._file.unsynced_boot = None
 
     def _put(self, records: dict[Place, bytes]) -> None:
         self._file.records = records

@@ -771,13 +771,14 @@ class Machine:
 
     def _open_or_rebuild(self, folder: str) -> IndexTwin:
         try:
+            if not self.index_files[folder].exists:
+                raise Corruption("there is no index")
             return self._open_index(folder)
         except Corruption:
-            self._recover(folder)
-            return self._open_index(folder)
+            return self._open_index(folder, IndexTwin.anew)
 
-    def _open_index(self, folder: str) -> IndexTwin:
-        return IndexTwin(
+    def _open_index(self, folder: str, make: Callable[..., IndexTwin] = IndexTwin) -> IndexTwin:
+        return make(
             self.index_files[folder],
             map_bytes=self.shape.map_bytes,
             synced=self.shape.durability is Durability.POWER,
@@ -803,10 +804,9 @@ def recover_on(
         return without_cleared(records, cleared)
     except Corruption:
         records = without_cleared(scan_slabs(directory, slabs, disk), cleared)
-        before("index.remove")
-        index_file.remove()
-        index = IndexTwin(index_file, map_bytes=map_bytes, synced=True, boot=boot, before=before)
+        index = IndexTwin.anew(index_file, map_bytes=map_bytes, synced=True, boot=boot, before=before)
         index.commit(records, np.empty(0, dtype=SLOT_REF))
+        index.complete()
         index.close()
         return records
 

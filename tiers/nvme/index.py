@@ -10,7 +10,6 @@ Order of a group commit: data written → fdatasync (Durability.POWER) → one t
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -26,6 +25,15 @@ from numpy.typing import NDArray
 from kvstore.config import Durability
 from kvstore.errors import ConfigError, Corruption, KvstoreError, ResourceExhausted
 from kvstore.moves import U32, U64
+from tiers.nvme.index_marks import (
+    check_marks,
+    is_clean,
+    mark_clean,
+    mark_incomplete,
+    mark_synced,
+    mark_unsynced,
+    unmark_clean,
+)
 from tiers.nvme.slab import sync_directory
 
 __all__ = [
@@ -86,9 +94,6 @@ _KEY = struct.Struct(">II")  # slab, group; big-endian so that LMDB's order is o
 _VERSION_KEY = b"version"
 _VERSION = b"2"
 _FOLDER = "index"
-_UNSYNCED = "unsynced"
-_CLEAN = "clean"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CHUNK_GROUPS = 256
 _MAX_DEPTH = (1 << 20) - 1
 
@@ -103,6 +108,10 @@ class BlockIndex(Protocol):
 
     def commit(self, published: NDArray[np.void], freed: NDArray[np.void]) -> None:
         """Slots SLOT_REF[] hold nothing, then RECORD[] hold blocks: all of it or nothing. Raises KvstoreError."""
+        ...
+
+    def complete(self) -> None:
+        """From now on one that was made anew is believed: it has all that it was to learn. Raises KvstoreError."""
         ...
 
     def drop_slab(self, slab: int) -> None:
@@ -130,6 +139,9 @@ class NoIndex:
     def commit(self, published: NDArray[np.void], freed: NDArray[np.void]) -> None:
         """See BlockIndex."""
 
+    def complete(self) -> None:
+        """See BlockIndex."""
+
     def drop_slab(self, slab: int) -> None:
         """See BlockIndex."""
 
@@ -147,43 +159,52 @@ class DurableIndex:
     """The index, open for writing. `commit`, `drop_slab` and `flush` release the GIL and are one thread's at a time.
 
     With Durability.PROCESS a commit survives the death of any process, and a power cut may damage the file: then a mark
-    that names this boot of the machine stays behind, and the next start rebuilds from the trailers.
+    that names this boot of the machine stays behind, and the next start rebuilds from the trailers. One that is made
+    anew carries a mark that no boot matches until it is complete: a kill before that leaves one that nobody believes.
     """
 
     def __init__(self, directory: Path, *, map_bytes: int, durability: Durability) -> None:
         """Raises Corruption where the file is damaged, ConfigError where it is of another version, KvstoreError."""
         folder = directory / _FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
+        check_marks(folder)
+        if durability is not Durability.POWER:
+            mark_unsynced(folder)
+        self._incomplete = False
+        self._begin(folder, map_bytes, durability)
+
+    @classmethod
+    def anew(cls, directory: Path, *, map_bytes: int, durability: Durability) -> Self:
+        """An empty one in the place of whatever there is; it is believed once it is `complete`. Raises KvstoreError."""
+        remove_index(directory)
+        folder = directory / _FOLDER
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mark_incomplete(folder)
+        index = cls.__new__(cls)
+        index._incomplete = True
+        index._begin(folder, map_bytes, durability)
+        return index
+
+    def _begin(self, folder: Path, map_bytes: int, durability: Durability) -> None:
         self._folder = folder
-        self._mark = folder / _UNSYNCED
-        _check_mark(self._mark)
-        synced = durability is Durability.POWER
-        if not synced:
-            _write_file(self._mark, _boot_id())
-        self._env = _open(folder, map_bytes=map_bytes, sync=synced)
+        self._synced = durability is Durability.POWER
+        self._env = _open(folder, map_bytes=map_bytes, sync=self._synced)
         try:
             self._env.reader_check()  # a reader that was killed would keep every page it saw from being used again
             with self._env.begin(write=True) as txn:
                 _check_version(folder, txn.get(_VERSION_KEY, _VERSION))
                 txn.put(_VERSION_KEY, _VERSION)
                 self.empty = txn.stat()["entries"] <= 1
-            if synced:
+            if self._synced and not self._incomplete:
                 self._env.sync(True)
-                self._mark.unlink(missing_ok=True)
-            self._remove_clean()
+                mark_synced(folder)
+            unmark_clean(folder)
         except lmdb.Error as error:
             self._env.close()
             raise Corruption(f"{folder} is damaged: {error}") from error
         except BaseException:
             self._env.close()
             raise
-
-    def _remove_clean(self) -> None:
-        """From now on the index may be behind."""
-        clean = self._folder / _CLEAN
-        if clean.exists():
-            clean.unlink()
-            sync_directory(self._folder)
 
     def commit(self, published: NDArray[np.void], freed: NDArray[np.void]) -> None:
         """One transaction: SLOT_REF[] `freed` hold nothing, then RECORD[] `published` hold these blocks. O(groups).
@@ -209,6 +230,16 @@ class DurableIndex:
             ) from error
         except lmdb.Error as error:
             raise KvstoreError(f"the index of the NVMe tier failed: {error}") from error
+
+    def complete(self) -> None:
+        """See BlockIndex."""
+        if not self._incomplete:
+            return
+        try:
+            (mark_synced if self._synced else mark_unsynced)(self._folder)
+        except OSError as error:
+            raise KvstoreError(f"the index of the NVMe tier cannot be marked: {error.strerror}") from error
+        self._incomplete = False
 
     def drop_slab(self, slab: int) -> None:
         """Forgets every slot of a slab, in one transaction. Raises KvstoreError."""
@@ -244,8 +275,9 @@ class DurableIndex:
         """Flushes and closes; after it the file is whole whatever happens to the machine, and marked as complete."""
         with contextlib.suppress(lmdb.Error, OSError):  # a mark then stays, and the next start looks closer
             self._env.sync(True)
-            self._mark.unlink(missing_ok=True)
-            _write_file(self._folder / _CLEAN, "")
+            if not self._incomplete:
+                mark_synced(self._folder)
+                mark_clean(self._folder)
         self._env.close()
 
 
@@ -277,9 +309,9 @@ class IndexReader:
         folder = directory / _FOLDER
         if not (folder / "data.mdb").exists():
             raise Corruption(f"{folder} does not exist")
-        _check_mark(folder / _UNSYNCED)
+        check_marks(folder)
         self._folder = folder
-        self.clean = (folder / _CLEAN).exists()
+        self.clean = is_clean(folder)
         """Whether it was closed in order: then it says what the slabs say."""
         try:
             self._env = lmdb.open(str(folder), readonly=True, lock=False, create=False, readahead=True)
@@ -392,8 +424,12 @@ def index_file_bytes(directory: Path) -> int:
 
 
 def remove_index(directory: Path) -> None:
-    """Deletes the index."""
-    shutil.rmtree(directory / _FOLDER, ignore_errors=True)
+    """Deletes the index; its file goes first, since without the marks beside it, it would be believed."""
+    folder = directory / _FOLDER
+    with contextlib.suppress(OSError):
+        (folder / "data.mdb").unlink()
+        sync_directory(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     sync_directory(directory)
 
 
@@ -458,25 +494,3 @@ def _check_version(folder: Path, found: bytes | None) -> None:
     if found != _VERSION:
         version = "an unknown format" if found is None else f"format {found.decode('ascii', 'replace')}"
         raise OtherFormatError(folder, f"is of {version}, this kvstore reads {_VERSION.decode()}")
-
-
-def _boot_id() -> str:
-    """Names this boot of the machine: page cache that was not written yet is still there while it stays the same."""
-    return _BOOT_ID.read_text(encoding="ascii")
-
-
-def _check_mark(mark: Path) -> None:
-    """Raises Corruption where the index beside `mark` was written without fsync before the machine stopped."""
-    if mark.exists() and mark.read_text(encoding="ascii") != _boot_id():
-        raise Corruption(f"{mark.parent} was not flushed before the machine stopped")
-
-
-def _write_file(file: Path, text: str) -> None:
-    """Durable when it returns."""
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, text.encode("ascii"))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    sync_directory(file.parent)

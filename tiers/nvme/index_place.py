@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.config import Durability
 from kvstore.errors import KvstoreError, Unavailable
 from tiers.nvme.directory import keep_secret, lock_existing, read_secret
-from tiers.nvme.index import DurableIndex, remove_index
+from tiers.nvme.index import DurableIndex
 
 __all__ = ["IndexPlace"]
 
@@ -40,8 +40,7 @@ class IndexPlace:
             raise Unavailable(f"{self._directory} is gone")
         try:
             self._claim()
-            remove_index(self._directory)
-            index = DurableIndex(self._directory, map_bytes=map_bytes, durability=durability)
+            index = DurableIndex.anew(self._directory, map_bytes=map_bytes, durability=durability)
             self._identity = self._found()
         except OSError as error:
             raise KvstoreError(

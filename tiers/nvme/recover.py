@@ -42,7 +42,6 @@ from tiers.nvme.index import (
     IndexReader,
     index_file_bytes,
     load_index,
-    remove_index,
 )
 from tiers.nvme.scan import differing, keep_known, scan_slabs
 from tiers.nvme.slab import SlabFile, list_slabs
@@ -336,9 +335,9 @@ def _line(error: KvstoreError) -> str:
 
 
 def _write_anew(directory: Path, records: NDArray[np.void], map_bytes: int) -> None:
-    remove_index(directory)
-    index = DurableIndex(directory, map_bytes=map_bytes, durability=Durability.POWER)
+    index = DurableIndex.anew(directory, map_bytes=map_bytes, durability=Durability.POWER)
     index.commit(records, np.empty(0, dtype=SLOT_REF))
+    index.complete()
     index.close()
 
 

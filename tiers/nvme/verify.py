@@ -43,7 +43,6 @@ from tiers.nvme.index import (
     DurableIndex,
     OtherFormatError,
     load_index,
-    remove_index,
 )
 from tiers.nvme.notes import SizeNote, read_budget, read_size
 from tiers.nvme.scan import scan_slabs
@@ -361,16 +360,18 @@ def _mend_index(found: Examination) -> None:
     published = np.empty(0, dtype=RECORD)
     freed = np.zeros(int(bad.sum()), dtype=SLOT_REF)
     freed["slab"], freed["slot"] = found.records["slab"][bad], found.records["slot"][bad]
+    make: Callable[..., DurableIndex] = DurableIndex
     if not found.index_usable:
-        remove_index(found.directory)
+        make = DurableIndex.anew
         published, freed = found.records[~bad], freed[:0]
-    index = DurableIndex(
+    index = make(
         found.directory,
         map_bytes=max(default_map_bytes(slab_bytes), index_bytes),
         durability=Durability.POWER,
     )
     try:
         index.commit(published, freed)
+        index.complete()
     finally:
         index.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from kvstore.layout import touch_key
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
 from tiers.nvme import index as index_module
-from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index
+from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex, load_index, remove_index
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.recover import FoundBlocks, recover
 from tiers.nvme.scan import scan_slabs
@@ -234,6 +235,34 @@ def test_after_a_power_cut_an_index_that_was_not_flushed_is_not_trusted(tmp_path
     DurableIndex(tmp_path, map_bytes=MAP_BYTES, durability=Durability.POWER).close()
     assert not mark.exists()
     assert load_index(tmp_path)["slot"].tolist() == [0, 1]
+
+
+def test_a_start_killed_while_it_makes_the_index_anew_loses_no_block(
+    tmp_path: Path, harness: Harness
+) -> None:
+    """The index was made anew empty and synced before its blocks were entered: after a kill between the two the next
+    start believed it, knew no block and deleted the slabs."""
+    fill(tmp_path, harness)
+    script = (
+        "import os, sys\nfrom tiers.nvme import recover\n"
+        "recover.DurableIndex.commit = lambda *_: os.kill(os.getpid(), 9)\nrecover.main(sys.argv[1:])\n"
+    )
+    child = [sys.executable, "-c", script, str(tmp_path), "scan", str(MAP_BYTES), "0"]
+    assert subprocess.run(child, timeout=60, check=False, stdin=subprocess.DEVNULL).returncode == -9
+    with pytest.raises(Corruption):
+        load_index(tmp_path)
+    found = look(tmp_path)
+    assert (found.blocks, bool(found.rebuilt)) == (10, True)
+
+
+def test_the_file_of_an_index_goes_before_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delete of the index could take the mark of a power cut first: killed there, it left a torn file that was
+    believed."""
+    DurableIndex.anew(tmp_path, map_bytes=MAP_BYTES, durability=Durability.PROCESS).close()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    remove_index(tmp_path)
+    assert [file.name for file in (tmp_path / "index").glob("data*")] == []
+    assert (tmp_path / "index" / "unsynced").exists()
 
 
 @pytest.mark.parametrize("theirs", [b"1", b"99"], ids=["older", "newer"])

@@ -15,7 +15,7 @@ from kvstore.config import Durability
 from kvstore.errors import Corruption, ResourceExhausted
 from tests.simulation.index_twin import IndexFile, IndexTwin
 from tests.tiers.nvme.test_index import records, refs
-from tiers.nvme import index as index_module
+from tiers.nvme import index_marks
 from tiers.nvme.index import RECORD, SLOT_REF, BlockIndex, DurableIndex, load_index
 
 MAP_BYTES = 1 << 20
@@ -28,6 +28,9 @@ class Machine(Protocol):
 
     def open(self, durability: Durability) -> BlockIndex:
         """The index, open for writing."""
+
+    def anew(self, durability: Durability) -> BlockIndex:
+        """An empty one in its place."""
 
     def kill(self) -> None:
         """Its process is gone, in the middle of whatever it did; the machine goes on."""
@@ -52,6 +55,10 @@ class Lmdb:
         self._open.append(DurableIndex(self._directory, map_bytes=MAP_BYTES, durability=durability))
         return self._open[-1]
 
+    def anew(self, durability: Durability) -> BlockIndex:
+        self._open.append(DurableIndex.anew(self._directory, map_bytes=MAP_BYTES, durability=durability))
+        return self._open[-1]
+
     def kill(self) -> None:
         self._kills += 1
         killed, self._directory = self._directory, self._directory.with_name(str(self._kills))
@@ -59,7 +66,7 @@ class Lmdb:
         self._open.pop().close()
 
     def start_again(self) -> None:
-        self._patch.setattr(index_module, "_boot_id", lambda: "another boot")
+        self._patch.setattr(index_marks, "boot_id", lambda: "another boot")
 
     def load(self) -> NDArray[np.void]:
         return load_index(self._directory)
@@ -74,6 +81,10 @@ class Twin:
     def open(self, durability: Durability) -> BlockIndex:
         synced = durability is Durability.POWER
         return IndexTwin(self._file, map_bytes=MAP_BYTES, synced=synced, boot=self._boot)
+
+    def anew(self, durability: Durability) -> BlockIndex:
+        synced = durability is Durability.POWER
+        return IndexTwin.anew(self._file, map_bytes=MAP_BYTES, synced=synced, boot=self._boot)
 
     def kill(self) -> None:
         pass
@@ -179,3 +190,51 @@ def test_an_index_without_syncs_is_not_believed_after_a_power_cut(machine: Machi
 def test_without_an_index_there_is_nothing_to_load(machine: Machine) -> None:
     with pytest.raises(Corruption):
         machine.load()
+
+
+def test_an_index_made_anew_is_not_believed_before_it_is_complete(
+    machine: Machine, durability: Durability
+) -> None:
+    """A start that was killed while it made the index from the trailers left an empty one, which the next start
+    believed: every block of the path was lost, and its slabs were deleted."""
+    machine.open(durability).commit(records(1, [1, 2]), NO_REFS)
+    machine.kill()
+    machine.anew(durability)
+    machine.kill()
+    with pytest.raises(Corruption):
+        machine.load()
+    with pytest.raises(Corruption):
+        machine.open(durability)
+    index = machine.anew(durability)
+    index.commit(records(1, [2]), NO_REFS)
+    machine.kill()
+    with pytest.raises(Corruption):
+        machine.load()
+
+
+def test_an_index_closed_before_it_is_complete_is_not_believed(
+    machine: Machine, durability: Durability
+) -> None:
+    """An end in order marked an index as clean that had not learnt of all blocks yet."""
+    index = machine.anew(durability)
+    index.commit(records(1, [1]), NO_REFS)
+    if isinstance(machine, Lmdb):
+        machine._open.pop()
+    index.close()
+    with pytest.raises(Corruption):
+        machine.load()
+
+
+def test_an_index_made_anew_and_complete_is_one_like_others(machine: Machine, durability: Durability) -> None:
+    index = machine.anew(durability)
+    index.commit(records(1, [1, 2]), NO_REFS)
+    index.complete()
+    index.commit(records(1, [3]), NO_REFS)
+    machine.kill()
+    assert machine.load()["slot"].tolist() == [1, 2, 3]
+    machine.start_again()
+    if durability is Durability.POWER:
+        assert machine.load()["slot"].tolist() == [1, 2, 3]
+    else:
+        with pytest.raises(Corruption):
+            machine.load()
