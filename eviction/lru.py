@@ -9,35 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import MayGo, Rows, Use
-from eviction.order import Order
-from eviction.waiting import CachePolicy
+from eviction.base import Use
+from eviction.in_order import InOrderPolicy
 
 __all__ = ["Lru", "LruPolicy"]
 
 
-class LruPolicy(CachePolicy):
+class LruPolicy(InOrderPolicy):
     """Implements Policy."""
-
-    def __init__(self, *, rows: int, capacity_blocks: int) -> None:
-        super().__init__(rows=rows, capacity_blocks=capacity_blocks)
-        self._order = Order(rows)
 
     def _used(self, use: Use) -> None:
         self._order.append(use.rows[::-1])
-
-    def _choose(self, count: int, may_go: MayGo | None) -> Rows:
-        return self._order.take(count, may_go)
-
-    def _forget(self, rows: Rows) -> None:
-        self._order.remove(rows)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError where order and cache differ. O(rows)."""
-        super().check_integrity()
-        self._order.check_integrity()
-        assert self._cached[self._order.rows()].all()
-        assert len(self._order) == len(self)
 
 
 class Lru:
