@@ -8,7 +8,6 @@ completes them by events; nothing else of the adapter changes.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.block_convert import BlockCopy, copy_plain
 from kvstore.faults import fault
 
 __all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier", "complete"]
@@ -87,11 +87,17 @@ def complete(batch: CopyBatch) -> None:
 
 
 class TwinCopier:
-    """Copier between two kinds of host memory: one thread, `memmove` without the GIL."""
+    """Copier between two kinds of host memory: one thread, which copies without the GIL."""
 
-    def __init__(self, *, max_blocks: int = 4096) -> None:
-        """`max_blocks`: most blocks of one direction under way; a batch that finds none under way is always taken."""
+    def __init__(
+        self, *, max_blocks: int = 4096, load: BlockCopy = copy_plain, store: BlockCopy = copy_plain
+    ) -> None:
+        """`max_blocks`: most blocks of one direction under way; a batch that finds none under way is always taken.
+
+        `load`, `store`: how a block is copied where the engine's layout is not the store's (`block_convert`).
+        """
         self._max_blocks = max_blocks
+        self._copies = (load, store)  # by Direction
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queues: tuple[deque[CopyBatch], deque[CopyBatch]] = (deque(), deque())
@@ -172,12 +178,11 @@ class TwinCopier:
             self._copy(batch, 0, len(batch.sources))
             self._finish(batch)
 
-    @staticmethod
-    def _copy(batch: CopyBatch, begin: int, end: int) -> None:
-        nbytes, memmove = batch.nbytes, ctypes.memmove  # a foreign call: it releases the GIL
+    def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:
+        nbytes, copy = batch.nbytes, self._copies[batch.direction]
         sources, targets = batch.sources[begin:end].tolist(), batch.targets[begin:end].tolist()
         for source, target in zip(sources, targets, strict=True):
-            memmove(target, source, nbytes)
+            copy(target, source, nbytes)
             fault("copy.block")
 
     def _finish(self, batch: CopyBatch) -> None:
