@@ -21,7 +21,7 @@ from kvstore.sessions import Session
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import distinct
 
-__all__ = ["Acquiring", "Request"]
+__all__ = ["Acquiring", "Request", "note_grant"]
 
 
 _HIT_HBM, _HIT_DRAM = np.uint8(Outcome.HIT_HBM), np.uint8(Outcome.HIT_DRAM)
@@ -133,6 +133,7 @@ class Acquiring:
                 pool.hold(held, session.holder)
                 if pool is state.dram:
                     state.sample.served(held)
+                    state.early.asked(held)
         session.held_bound += run
         state.fault("acquire.held")
         return run
@@ -300,3 +301,9 @@ class Acquiring:
         for outcome, count in enumerate(np.bincount(draft.outcomes).tolist()):
             if count and outcome in _COUNTER:
                 self._state.counters[_COUNTER[outcome]] += count
+
+
+def note_grant(session: Session, grant: Grant, grant_id: int, limit: int) -> None:
+    """The session remembers what message `grant_id` carries until its client has seen it; at most `limit` of them."""
+    hbm = np.concatenate((grant.hbm_slots[grant.hbm_slots != NONE], grant.reserve_slots))
+    session.granted(grant_id, hbm, grant.dram_slots[grant.dram_slots != NONE], ahead=False, limit=limit)

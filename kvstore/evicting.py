@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Policy
+from eviction.base import MayGo, Policy
 from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
 from kvstore.moves import U32, U64, MissCause
 from kvstore.slots import ClassKey, SlotClass, SlotPool
@@ -34,15 +34,20 @@ _ROW_WINDOW = 1 << 16
 _ROWS_A_CALL = 2048
 _STATE_BITS = np.uint64(0xFF)
 _ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
-_NO_KEYS: U64 = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(slots=True)
 class _Chosen:
-    """Victims chosen ahead, in order, with the keys that they had."""
+    """Victims chosen ahead, in order, as they were then."""
 
     slots: U32
     touches: U64
+    wanted: NDArray[np.bool_]
+    """Whether a queued request wanted each then: what is wanted only since is no victim of this choice."""
+
+    def keep(self, which: slice | NDArray[np.bool_]) -> None:
+        """The others are used up."""
+        self.slots, self.touches, self.wanted = self.slots[which], self.touches[which], self.wanted[which]
 
 
 class Evictor:
@@ -68,6 +73,22 @@ class Evictor:
         evicted = self._free_up(tier, owner, count)
         if evicted:  # somebody waits for it: the reserve was too small
             self._state.counters[f"evictions_{tier.name.lower()}_inline"] += evicted
+        return owner
+
+    def make_spare_room(self, key: ClassKey, count: int, may_go: MayGo) -> SlotClass:
+        """As `make_room` in DRAM, for what nobody waits for yet: the reserve stays free beside it.
+
+        Takes copies of what storage has too, and of those only what `may_go` ([n] rows → [n]) allows.
+        """
+        state = self._state
+        owner = state.dram.class_of(key)
+        while len(owner.free) - self.reserve_of(owner) < count and self._assign_one(Tier.DRAM, key):
+            pass
+        missing = count + self.reserve_of(owner) - len(owner.free)
+        if missing > 0 and not owner.exhausted:
+            victims = self._spare_victims(owner, missing, may_go)
+            if len(victims):
+                self.evict(Tier.DRAM, victims)
         return owner
 
     def _free_up(self, tier: Tier, owner: SlotClass, count: int) -> int:
@@ -172,6 +193,7 @@ class Evictor:
         """[n] whether each row is a block all of whose copies may be victims now."""
         state = self._state
         good: NDArray[np.bool_] = state.table.sealed(rows) & (state.columns.priority[rows] != PINNED)
+        good &= state.queued.wanted[rows] == 0
         for tier in Tier:
             for device in self._devices(tier):
                 slots = state.table.slots(tier, rows, device)
@@ -233,15 +255,46 @@ class Evictor:
                 if not len(chosen.slots):
                     owner.exhausted = True
                     return NO_SLOTS
-            slots, touches = chosen.slots[:count], chosen.touches[:count]
-            chosen.slots, chosen.touches = chosen.slots[count:], chosen.touches[count:]
-            good = self.evictable(pool, slots)
-            rows = pool.row[slots]
-            good[good] = self._state.columns.touch[rows[good]] == touches[good]
+            slots, good = chosen.slots[:count], self._still_good(pool, chosen, count)
+            chosen.keep(slice(count, None))
             if good.any():
                 return slots[good]
 
-    def _ranked(self, pool: SlotPool, owner: SlotClass, ranking: Policy, count: int) -> U32:
+    def _still_good(self, pool: SlotPool, chosen: _Chosen, count: int) -> NDArray[np.bool_]:
+        """[count, or fewer] whether the next victims are as they were when they were chosen."""
+        slots, state = chosen.slots[:count], self._state
+        good = self.evictable(pool, slots)
+        rows = pool.row[slots[good]]
+        same = state.columns.touch[rows] == chosen.touches[:count][good]
+        good[good] = same & ((state.queued.wanted[rows] == 0) | chosen.wanted[:count][good])
+        return good
+
+    def _spare_victims(self, owner: SlotClass, count: int, may_go: MayGo) -> U32:
+        """Up to `count` slots of DRAM whose blocks storage has and `may_go` lets go; one look at the next victims."""
+        state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key)
+
+        def spare(rows: U32) -> NDArray[np.bool_]:
+            return self._lower(Tier.DRAM, rows) & may_go(rows)
+
+        ranking = state.rankings.get(Tier.DRAM)
+        if ranking is not None:
+            return self._ranked(pool, owner, ranking, count, spare)
+        chosen = self._chosen.get(name)
+        if chosen is None or not len(chosen.slots):
+            ahead = max(count, state.limits.victim_batch, owner.slots // 256)
+            chosen = self._chosen[name] = self._choose(pool, owner, ahead)
+        good = self._still_good(pool, chosen, len(chosen.slots))
+        good[good] = spare(pool.row[chosen.slots[good]])
+        victims = chosen.slots[good][:count]
+        if len(victims):
+            chosen.keep(~np.isin(chosen.slots, victims))
+        else:
+            del self._chosen[name]  # what goes first may be others by now
+        return victims
+
+    def _ranked(
+        self, pool: SlotPool, owner: SlotClass, ranking: Policy, count: int, spare: MayGo | None = None
+    ) -> U32:
         """Up to `count` victims that a policy of the tier's own names; they have left it, so all must go now."""
         columns = self._state.columns
         column = columns.dram if pool.tier is Tier.DRAM else columns.nvme
@@ -253,10 +306,12 @@ class Evictor:
             good: NDArray[np.bool_] = slots != NONE
             slots = slots[good]
             good[good] = self.evictable(pool, slots) & of_class[pool.extent[slots]]
+            if spare is not None:
+                good[good] = spare(rows[good])
             return good
 
         victims: U32 = column[ranking.victims(count, self._state.now_ms / 1000, may_go)]
-        if not len(victims):
+        if not len(victims) and spare is None:
             owner.exhausted = True
         return victims
 
@@ -315,14 +370,15 @@ class Evictor:
         keys = np.zeros(len(slots), dtype=np.uint64)
         keys[eligible] = self._keys(pool, slots[eligible])
         best = slots[self._state.policy.victims(keys, eligible, count)]
-        if not len(best):
-            return _Chosen(NO_SLOTS, _NO_KEYS)
-        return _Chosen(best, self._state.columns.touch[pool.row[best]])
+        rows = pool.row[best]
+        return _Chosen(best, self._state.columns.touch[rows], self._state.queued.wanted[rows] > 0)
 
     def _keys(self, pool: SlotPool, slots: U32) -> U64:
         """[n] eviction keys of SEALED slots."""
         rows = pool.row[slots]
-        keys = self._state.columns.touch[rows]
+        columns = self._state.columns
+        keys = columns.touch[rows]
+        self._state.queued.raise_keys(keys, rows, columns.depth)
         if pool.tier is Tier.NVME:
             return keys
         only = ~self._lower(pool.tier, rows)

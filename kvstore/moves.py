@@ -142,6 +142,8 @@ class StoreLimits:
     """Least number of slots that it keeps free, where the class has four times as many."""
     write_budget_bytes: int = 0
     """Most bytes that each NVMe path may write in 24 hours, flushes apart; 0: no bound."""
+    prefetch_share: float = 0.5
+    """Most of DRAM that blocks take which were read ahead and not asked for yet; 0: nothing is read ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

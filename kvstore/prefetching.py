@@ -1,30 +1,59 @@
-"""Prefetch: promotions ahead of use, which hold nothing, evict nothing, and end with their request."""
+"""Prefetch: what queued requests will ask for comes into DRAM before they do, the soonest deadline first.
+
+It holds nothing and hurts nobody. Slots are those that are free beyond the reserve, then those of blocks that storage
+has too and that no queued request wants sooner. Together, blocks that were brought up and not asked for yet take at
+most a part of DRAM (`StoreLimits.prefetch_share`): a queue longer than DRAM is brought up as fast as it is used, never
+faster. Each block is brought up once for a request, so whatever goes wrong costs at most one needless read.
+
+Reads are queued a little ahead of the movers alone, so that what is said later can still come sooner. What somebody
+waits for goes before all of them (`kvstore.promoting`).
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import heapq
 
-from kvstore.layout import NONE
-from kvstore.moves import U64
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.early import Wish
+from kvstore.evicting import Evictor
+from kvstore.layout import NONE, ExtentState, SessionState, Tier
+from kvstore.moves import U32, U64, Grant, Outcome
 from kvstore.promoting import Promoting
+from kvstore.queued import QueuedRequest
 from kvstore.recorder import Event
-from kvstore.sessions import Prefetched, Session
+from kvstore.sessions import Session
+from kvstore.slots import ClassKey
 from kvstore.state import StoreState
 
 __all__ = ["Prefetching"]
 
+_AHEAD_BYTES = 256 << 20
+"""Reads that wait for each path's mover: 40 ms of a fast disk, and never fewer than `_AHEAD_BLOCKS`."""
+_AHEAD_BLOCKS = 64
+_LOOKED_AT = 1024
+"""Rows of a request that are looked at together: 0.1 ms."""
+
 
 class Prefetching:
-    """What leases have had promoted ahead."""
+    """What is brought up ahead, and when. Every call but `pump` is O(blocks of the request)."""
 
-    __slots__ = ("_promoting", "_state")
+    __slots__ = ("_evictor", "_pending", "_promoting", "_state", "_stuck")
 
-    def __init__(self, state: StoreState, promoting: Promoting) -> None:
+    def __init__(self, state: StoreState, evictor: Evictor, promoting: Promoting) -> None:
         self._state = state
+        self._evictor = evictor
         self._promoting = promoting
+        self._pending: list[tuple[int, int, int, int]] = []
+        """Heap of `QueuedRequest.key`; what is no longer queued, or looked at as a whole, is passed over."""
+        self._stuck = False
+        """The last search for victims found none; the background lets the next one begin."""
+
+    # -- what clients say
 
     def prefetch(self, session: Session, namespace: int, lease: int, hashes: U64, deadline_ms: int) -> None:
-        """Queues promotions of the leading known run, as far as free slots allow. `deadline_ms` is a time; 0: none."""
+        """A request waits. `deadline_ms`: a time when it is expected to run; 0: unknown."""
         state = self._state
         self.cancel(session, lease)
         rows = state.table.locate(hashes, namespace)
@@ -32,33 +61,120 @@ class Prefetching:
         rows = rows[: len(known) if known.all() else int(known.argmin())]
         if not len(rows):
             return
-        state.table.touch(rows, state.now_ms)
-        below = self._promoting.promotable(rows)
-        if session.device is not None:
-            below &= ~state.hbm.sealed(state.columns.hbm[session.device, rows])
-        sizes = state.nvme.slot_bytes(np.where(below, state.columns.nvme[rows], np.uint32(0)))
-        below &= sizes == np.uint64(session.slot_bytes)
-        slots = self._promoting.prefetch(session.dram_key, rows[below], deadline_ms)
-        if not len(slots):
-            return
-        while len(session.prefetches) >= state.limits.max_waiting_leases:
-            del session.prefetches[next(iter(session.prefetches))]
-        session.prefetches[lease] = Prefetched(slots, state.dram.state[slots])
-        state.counters["prefetches"] += len(slots)
-        state.recorder.note(Event.PREFETCH, session.id, len(slots), c=lease)
+        while len(state.queued.of_session(session.id)) >= state.limits.max_waiting_leases:
+            self.cancel(session, state.queued.last_of(session.id))
+        request = state.queued.put(session.id, lease, rows, state.words(rows), deadline_ms)
+        self._promoting.hasten(rows, request.deadline_ms)
+        heapq.heappush(self._pending, request.key)
+        state.recorder.note(Event.PREFETCH, session.id, len(rows), c=lease)
+        self.pump()
 
-    def started(self, session: Session, lease: int) -> None:
-        """The request runs: its prefetches are its own business no more."""
-        session.prefetches.pop(lease, None)
+    def answered(self, session: Session, lease: int, grant: Grant) -> None:
+        """The request has asked for its blocks itself: nothing more is brought up for it. Until it is given all of them
+        they stay wanted."""
+        request = self._state.queued.get(session.id, lease)
+        if request is None:
+            return
+        if (grant.outcomes < Outcome.PROMOTING).all():
+            self._state.queued.end(session.id, lease)
+        else:
+            request.looked_at = len(request.rows)
 
     def cancel(self, session: Session, lease: int) -> None:
-        """Takes back what no mover has begun and nobody waits for."""
-        taken = session.prefetches.pop(lease, None)
-        if taken is not None:
-            same = self._state.dram.state[taken.slots] == taken.words
-            self._promoting.cancel_queued(taken.slots[same])
+        """The request waits no more. Takes back what no mover has begun and nobody else wants."""
+        state = self._state
+        request = state.queued.end(session.id, lease)
+        if request is None:
+            return
+        rows = request.still(0, len(request.rows), state.columns.state)
+        slots = state.columns.dram[rows[state.queued.wanted[rows] == 0]]
+        self._promoting.cancel_queued(slots[slots != NONE])
 
     def forget_session(self, session: Session) -> None:
-        """All of a session's."""
-        for lease in list(session.prefetches):
+        """None of its requests waits any more."""
+        for lease in self._state.queued.of_session(session.id):
             self.cancel(session, lease)
+
+    # -- what is done about it
+
+    def tick(self) -> None:
+        """The background's turn: perhaps there is room where there was none."""
+        self._stuck = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Queues reads, the soonest deadline first, as far as there is room for them. O(1) where nothing is to do.
+
+        Strictly in order: while the next request finds no room, none behind it takes what it waits for.
+        """
+        queued = self._state.queued
+        while self._pending:
+            key = self._pending[0]
+            request = queued.get(key[2], key[3])
+            if request is not None and request.key == key and not self._bring(request):
+                return
+            heapq.heappop(self._pending)
+
+    def _bring(self, request: QueuedRequest) -> bool:
+        """Goes on with one request; whether all of it was looked at."""
+        state = self._state
+        if state.sessions.state(request.session) is not SessionState.ATTACHED:
+            return True
+        session = state.sessions.get(request.session)
+        while request.looked_at < len(request.rows):
+            first = request.looked_at
+            last = min(first + _LOOKED_AT, len(request.rows))
+            rows = request.still(first, last, state.columns.state)
+            wanted = rows[self._is_below(session, rows)]
+            started = self._start(session.dram_key, wanted, request.deadline_ms)
+            if started < len(wanted):
+                where = np.flatnonzero(request.rows[first:last] == wanted[started])
+                request.looked_at = first + int(where[0])
+                return False
+            request.looked_at = last
+        return True
+
+    def _is_below(self, session: Session, rows: U32) -> NDArray[np.bool_]:
+        """[n] whether storage has a block of the session's size that neither DRAM nor its HBM has."""
+        state = self._state
+        below = self._promoting.promotable(rows)
+        if session.device is not None:
+            hbm = state.columns.hbm[session.device, rows]
+            below &= ~(state.hbm.sealed(hbm) | state.hbm.filling(hbm))
+        sizes = state.nvme.slot_bytes(np.where(below, state.columns.nvme[rows], np.uint32(0)))
+        below &= sizes == np.uint64(session.slot_bytes)
+        return below
+
+    def _start(self, key: ClassKey, rows: U32, deadline_ms: int) -> int:
+        """Queues reads of the first of these rows, as many as there is room for; how many."""
+        if not len(rows):
+            return 0
+        count = min(len(rows), self._allowed(key))
+        if count <= 0:
+            return 0
+        owner = self._state.dram.class_of(key)
+        if not self._stuck and len(owner.free) - self._evictor.reserve_of(owner) < count:
+            queued = self._state.queued
+
+            def may_go(victims: U32) -> NDArray[np.bool_]:
+                good: NDArray[np.bool_] = queued.wanted[victims] == 0
+                good |= queued.soonest_ms[victims] > deadline_ms
+                return good
+
+            self._evictor.make_spare_room(key, count, may_go)
+            self._stuck = len(owner.free) <= self._evictor.reserve_of(owner)
+        slots = self._promoting.prefetch(key, rows[:count], deadline_ms, Wish.PREFETCH)
+        self._state.counters["prefetches"] += len(slots)
+        return len(slots)
+
+    def _allowed(self, key: ClassKey) -> int:
+        """Blocks more that may be under way or unused, by the size of DRAM and by what waits for the movers."""
+        state = self._state
+        slots = state.dram.class_of(key).slots
+        unassigned = state.extents.of(Tier.DRAM, 0, ExtentState.UNASSIGNED)
+        slots += sum(int(state.columns.extent_bytes[extent]) for extent in unassigned) // key.slot_bytes
+        window = int(slots * state.limits.prefetch_share) - state.early.unused(key.slot_bytes)
+        ahead = max(_AHEAD_BLOCKS, _AHEAD_BYTES // key.slot_bytes) * state.limits.paths
+        return min(
+            window, ahead - self._promoting.queued_ahead, state.limits.max_reads - self._promoting.queued
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.early import Wish
 from kvstore.evicting import Evictor
 from kvstore.health import PathHealth
 from kvstore.layout import MAX_MOVERS, NONE, SlotState, Tier
@@ -22,7 +23,6 @@ from kvstore.state import NO_SLOTS, StoreState, mover_bit
 
 __all__ = ["Promoting"]
 
-_NEVER_MS = 1 << 62
 _PROBE_STRIDE = 7919  # a prime: blocks that are probed one after the other lie far apart
 _PREFETCHED, _DEMANDED, _MOVING = 1, 2, 3
 
@@ -40,7 +40,17 @@ class _Path:
 class Promoting:
     """Reads, from the wish to the outcome."""
 
-    __slots__ = ("_evictor", "_order", "_paths", "_probes", "_progress", "_state", "health", "queued")
+    __slots__ = (
+        "_evictor",
+        "_order",
+        "_paths",
+        "_probes",
+        "_progress",
+        "_state",
+        "health",
+        "queued",
+        "queued_ahead",
+    )
 
     def __init__(self, state: StoreState, evictor: Evictor) -> None:
         self._state = state
@@ -52,6 +62,8 @@ class Promoting:
         self._progress: U8 = np.zeros(len(state.dram), dtype=np.uint8)  # of each DRAM slot
         self.queued = 0
         """Promotions that no mover has yet."""
+        self.queued_ahead = 0
+        """Of these, those that nobody waits for."""
 
     # -- paths
 
@@ -109,14 +121,16 @@ class Promoting:
         self._start(key, rows[:count], None)
         return count
 
-    def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int) -> U32:
+    def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:
         """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""
         owner = self._state.dram.class_of(key)
-        if not owner.slots:
-            owner = self._evictor.make_room(Tier.DRAM, key, 1)  # an extent that no class has, if there is one
         spare = len(owner.free) - self._evictor.reserve_of(owner)
         count = min(len(rows), spare, self._state.limits.max_reads - self.queued)
-        return self._start(key, rows[:count], deadline_ms or _NEVER_MS) if count > 0 else NO_SLOTS
+        if count <= 0:
+            return NO_SLOTS
+        slots = self._start(key, rows[:count], deadline_ms)
+        self._state.early.begin(slots, wish)
+        return slots
 
     def probe(self, number: int) -> None:
         """Where a path's reads are paused and nobody asks for one, one of its blocks is asked for now and then.
@@ -143,9 +157,18 @@ class Promoting:
         """Prefetched rows are wanted now: they go before what is only prefetched."""
         slots = self._state.columns.dram[rows]
         slots = slots[slots != NONE]
+        self._state.early.asked(slots)
         slots = slots[self._progress[slots] == _PREFETCHED]
         self._progress[slots] = _DEMANDED
+        self.queued_ahead -= len(slots)
         self._enqueue(slots, None)
+
+    def hasten(self, rows: U32, deadline_ms: int) -> None:
+        """Rows that are prefetched, perhaps for another, are needed at that time, perhaps sooner than was said."""
+        slots = self._state.columns.dram[rows]
+        slots = slots[slots != NONE]
+        # What is queued twice is taken where it comes first.
+        self._enqueue(slots[self._progress[slots] == _PREFETCHED], deadline_ms)
 
     def _start(self, key: ClassKey, rows: U32, deadline_ms: int | None) -> U32:
         state = self._state
@@ -157,6 +180,7 @@ class Promoting:
             state.link(Tier.DRAM, of_path, slots, 0)
             self._progress[slots] = _DEMANDED if deadline_ms is None else _PREFETCHED
             self.queued += len(slots)
+            self.queued_ahead += 0 if deadline_ms is None else len(slots)
             self._enqueue(slots, deadline_ms)
             started.append(slots)
         return np.concatenate(started) if started else NO_SLOTS
@@ -188,8 +212,11 @@ class Promoting:
     def undo(self, slots: U32) -> None:
         """FILLING DRAM slots that are to be read into, or were: no mover touches them any more."""
         progress = self._progress[slots]
-        self.queued -= int(np.count_nonzero((progress == _PREFETCHED) | (progress == _DEMANDED)))
+        ahead = int(np.count_nonzero(progress == _PREFETCHED))
+        self.queued_ahead -= ahead
+        self.queued -= ahead + int(np.count_nonzero(progress == _DEMANDED))
         self._progress[slots] = 0
+        self._state.early.gone(slots)
         self._state.unlink_promotions(slots)
         self._state.dram.free(slots)
 
@@ -215,6 +242,7 @@ class Promoting:
                     heapq.heappush(path.prefetched, (deadline_ms, 0, rest))
             self._progress[slots] = _MOVING
             self.queued -= len(slots)
+            self.queued_ahead -= 0 if deadline_ms is None else len(slots)
             taken.append(slots)
             count += len(slots)
         return np.concatenate(taken) if taken else NO_SLOTS
@@ -229,6 +257,7 @@ class Promoting:
         state.dram.set_state(slots, SlotState.SEALED)
         state.fault("read.sealed")
         state.dram.unhold(slots, mover_bit(path))
+        state.early.arrived(slots)
         state.counters["promotions"] += len(slots)
         state.waits.resolved(flights["row"])
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from kvstore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from kvstore.layout import Columns, SessionState
-from kvstore.moves import U32, U64, NamespaceId, SessionId
+from kvstore.moves import U32, NamespaceId, SessionId
 from kvstore.slots import ClassKey
 
-__all__ = ["NO_DEVICE", "Namespaces", "Prefetched", "Session", "Sessions"]
+__all__ = ["NO_DEVICE", "Namespaces", "Session", "Sessions"]
 
 NO_DEVICE = 255
 """`session_device` of a session without owned HBM."""
@@ -37,14 +37,6 @@ class _Unseen:
     ahead: bool  # credit and room
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetched:
-    """DRAM slots that a prefetch has taken."""
-
-    slots: U32
-    words: U64  # their state words then
-
-
 @dataclass(slots=True, kw_only=True)
 class Session:
     """One session, as the store works with it."""
@@ -61,8 +53,6 @@ class Session:
     held_bound: int = 0
     """At least as many slots as it holds; counted again when it reaches the limit."""
     unseen: deque[_Unseen] = field(default_factory=deque)
-    prefetches: dict[int, Prefetched] = field(default_factory=dict)
-    """By lease, the oldest first."""
 
     @property
     def hbm_key(self) -> ClassKey | None:

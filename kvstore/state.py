@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import EvictionPolicy, Policy
+from kvstore.early import EarlyReads
 from kvstore.extents import Extents
 from kvstore.ghosts import Ghosts
 from kvstore.layout import (
@@ -27,6 +28,7 @@ from kvstore.layout import (
     Tier,
 )
 from kvstore.moves import U32, U64, MissCause, StoreLimits
+from kvstore.queued import Queued
 from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.sampling import Sample
 from kvstore.sessions import Namespaces, Session, Sessions
@@ -61,6 +63,7 @@ class StoreState:
         "columns",
         "counters",
         "dram",
+        "early",
         "extents",
         "fault",
         "ghosts",
@@ -74,6 +77,7 @@ class StoreState:
         "nvme",
         "nvme_changed",
         "policy",
+        "queued",
         "rankings",
         "recorder",
         "sample",
@@ -102,10 +106,12 @@ class StoreState:
         self.hbm = SlotPool(columns, Tier.HBM, fault)
         self.dram = SlotPool(columns, Tier.DRAM, fault)
         self.nvme = SlotPool(columns, Tier.NVME, fault)
+        self.early = EarlyReads(self.dram, self.counters)
         self.table = BlockTable(columns, fault)
         self.sessions = Sessions(columns)
         self.namespaces = Namespaces(columns)
         self.waits = Waits(columns.shape.max_rows, self._unresolved)
+        self.queued = Queued(columns.shape.max_rows)
         self.ghosts = Ghosts(limits.ghosts)
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed
@@ -186,6 +192,8 @@ class StoreState:
         rows = pool.row[slots]
         if tier is Tier.NVME:
             self.nvme_changed[slots] = 1
+        elif tier is Tier.DRAM:
+            self.early.gone(slots)
         if tier is Tier.HBM:
             self.columns.hbm[pool.devices(slots), rows] = NONE
         else:

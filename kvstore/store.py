@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eviction.base import EvictionPolicy
 from kvstore import clearing, integrity, reporting, resizing
-from kvstore.acquiring import Acquiring, Request
+from kvstore.acquiring import Acquiring, Request, note_grant
 from kvstore.admission import WriteBudget
 from kvstore.attaching import Attaching
 from kvstore.crediting import Crediting
@@ -99,7 +99,7 @@ class Store:
         self._sealing = Sealing(state)
         self._crediting = Crediting(state, self._evictor)
         self._pins = Pins(state)
-        self._prefetching = Prefetching(state, self._moving.promoting)
+        self._prefetching = Prefetching(state, self._evictor, self._moving.promoting)
         self._attaching = Attaching(state, self._prefetching)
         self.paths = Paths(state, self._moving.promoting)
         for tier in Tier:
@@ -322,7 +322,6 @@ class Store:
         if state.waits.of_session(session) >= limits.max_waiting_leases:
             raise ResourceExhausted(f"{limits.max_waiting_leases} leases wait already", retry_after_s=0.1)
         state.tell_time(now_ms)
-        self._prefetching.started(found, lease)
         rows = state.table.locate(hashes, namespace)
         known = rows != NONE
         state.table.touch(rows if known.all() else rows[known], now_ms)
@@ -338,11 +337,8 @@ class Store:
             now_ms=now_ms,
         )
         grant = self._acquiring.acquire(request, rows[first:])
-        given = grant.hbm_slots[grant.hbm_slots != NONE]
-        if len(grant.reserve_slots):
-            given = np.concatenate((given, grant.reserve_slots))
-        dram = grant.dram_slots[grant.dram_slots != NONE]
-        found.granted(grant_id, given, dram, ahead=False, limit=limits.max_unseen_grants)
+        self._prefetching.answered(found, lease, grant)
+        note_grant(found, grant, grant_id, limits.max_unseen_grants)
         return grant
 
     def step(
@@ -379,7 +375,7 @@ class Store:
     def prefetch(
         self, *, now_ms: int, session: int, namespace: int, lease: int, hashes: U64, deadline_ms: int
     ) -> None:
-        """Starts promotions of what only storage has, into free slots alone. `deadline_ms` is a time; 0: none.
+        """A request waits that will ask for this chain, at about `deadline_ms`, a time; 0: unknown. See Prefetching.
 
         Raises: NotFound, FailedPrecondition, InvalidArgument.
         """
@@ -410,6 +406,7 @@ class Store:
     def take_changed(self) -> list[tuple[SessionId, list[int]]]:
         """Leases to tell that all they waited for has come or failed, by session."""
         self._crediting.wake()
+        self._prefetching.pump()
         return self._state.waits.take_changed()
 
     def top_up(self, session: int, grant_id: int) -> Slots | None:
@@ -459,6 +456,7 @@ class Store:
         self._pins.expire(self._state.now_ms)
         self._evictor.keep_reserves()
         self._moving.catch_up()
+        self._prefetching.tick()
         self.index_changes.tick()
         clearing.sweep(self._state)
 
