@@ -8,10 +8,10 @@ __all__ = ["DramTier"]
 
 
 class DramTier(MemfdTier):
-    """MemoryTier of host memory. `huge_pages` asks for them where the host allows."""
+    """MemoryTier of host memory."""
 
-    def __init__(self, *, huge_pages: bool = False) -> None:
-        super().__init__("dram", huge_pages=huge_pages)
+    def __init__(self) -> None:
+        super().__init__("dram")
 
     def _map(self, extent: int, fd: int, nbytes: int) -> int:  # noqa: ARG002 (the place is the kernel's choice)
         return map_memory(fd, nbytes)

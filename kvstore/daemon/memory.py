@@ -31,7 +31,7 @@ from kvstore.layout import Columns, ExtentState, Tier
 from kvstore.moves import ExtentId, ExtentInfo
 from kvstore.units import format_size
 from tiers.base import PAGE_BYTES, Sharing
-from tiers.memfd import check_sealed, create_memfd, give_back
+from tiers.memfd import check_sealed, create_extent, give_back
 
 __all__ = ["Memory", "Owned", "Released", "descriptor_name", "extent_plan"]
 
@@ -163,7 +163,7 @@ class Memory:
 
     async def add_dram(self, nbytes: int) -> None:
         """One more DRAM extent. Raises ResourceExhausted where memory is short."""
-        fd = await asyncio.to_thread(create_memfd, "kvstore-dram", nbytes)
+        fd = await asyncio.to_thread(create_extent, "kvstore-dram", nbytes)
         await self._enter(
             tier=Tier.DRAM,
             device=0,
