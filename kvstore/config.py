@@ -207,6 +207,8 @@ class ServeConfig:
     max_namespaces: int = 1_024
     clean_percent: int = 2
     """Part of each tier's slots that the background keeps free; it begins when half of it is left. 0: none."""
+    prefetch_percent: int = 50
+    """Most of DRAM that blocks take which were read ahead of use and not asked for yet. 0: nothing is read ahead."""
     canary_every: int = 256
     """Of so many blocks served from DRAM one is checksummed again and compared; 0: none."""
     orphan_ttl_s: float = 120.0
@@ -253,6 +255,7 @@ class ServeConfig:
             f"{format_size(self.nvme_write_budget_bytes)} a day is too little: at least 64MiB, or 0 for no bound",
         )
         _require(0 <= self.clean_percent <= 25, "clean_percent", "must be from 0 to 25")
+        _require(0 <= self.prefetch_percent <= 90, "prefetch_percent", "must be from 0 to 90")
         _require(1 <= self.devices <= 64, "devices", "must be from 1 to 64")
         _require(1_024 <= self.max_rows < 1 << 31, "max_rows", "must be from 1024 to 2147483647")
         _require(1 <= self.max_sessions <= MAX_SESSIONS, "max_sessions", f"must be from 1 to {MAX_SESSIONS}")

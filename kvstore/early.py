@@ -29,6 +29,7 @@ class Wish(IntEnum):
 
 _HERE = 4  # beside the wish: it was read
 _WISH = 3
+_ENDS = ("useful", "late", "wasted")
 
 
 class EarlyReads:
@@ -41,6 +42,8 @@ class EarlyReads:
         self._counters = counters
         self._mark: U8 = np.zeros(len(dram), dtype=np.uint8)
         self._unused: Counter[int] = Counter()
+        for name in (f"{wish.name.lower()}_{end}_bytes" for wish in Wish for end in _ENDS):
+            counters[name] += 0  # a metric exists from the start
 
     def unused(self, slot_bytes: int) -> int:
         """Slots of a size whose blocks are on their way, or here, and were not asked for."""

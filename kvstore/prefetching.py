@@ -36,6 +36,10 @@ _LOOKED_AT = 1024
 """Rows of a request that are looked at together: 0.1 ms."""
 
 
+_FEW = 64
+_Key = tuple[int, int, int, int]  # QueuedRequest.key
+
+
 class Prefetching:
     """What is brought up ahead, and when. Every call but `pump` is O(blocks of the request)."""
 
@@ -45,10 +49,10 @@ class Prefetching:
         self._state = state
         self._evictor = evictor
         self._promoting = promoting
-        self._pending: list[tuple[int, int, int, int]] = []
-        """Heap of `QueuedRequest.key`; what is no longer queued, or looked at as a whole, is passed over."""
-        self._stuck = False
-        """The last search for victims found none; the background lets the next one begin."""
+        self._pending: dict[ClassKey, list[_Key]] = {}
+        """Heaps of requests; those that are no longer queued are passed over. Classes do not share slots."""
+        self._stuck: set[ClassKey] = set()
+        """Where the last search for victims found none; the background lets the next one begin."""
 
     # -- what clients say
 
@@ -65,7 +69,7 @@ class Prefetching:
             self.cancel(session, state.queued.last_of(session.id))
         request = state.queued.put(session.id, lease, rows, state.words(rows), deadline_ms)
         self._promoting.hasten(rows, request.deadline_ms)
-        heapq.heappush(self._pending, request.key)
+        self._push(session.dram_key, request.key)
         state.recorder.note(Event.PREFETCH, session.id, len(rows), c=lease)
         self.pump()
 
@@ -99,7 +103,7 @@ class Prefetching:
 
     def tick(self) -> None:
         """The background's turn: perhaps there is room where there was none."""
-        self._stuck = False
+        self._stuck.clear()
         self.pump()
 
     def pump(self) -> None:
@@ -107,13 +111,27 @@ class Prefetching:
 
         Strictly in order: while the next request finds no room, none behind it takes what it waits for.
         """
-        queued = self._state.queued
-        while self._pending:
-            key = self._pending[0]
-            request = queued.get(key[2], key[3])
-            if request is not None and request.key == key and not self._bring(request):
-                return
-            heapq.heappop(self._pending)
+        for key in list(self._pending):
+            heap = self._pending[key]
+            while heap:
+                request = self._live(heap[0])
+                if request is not None and not self._bring(request):
+                    break
+                heapq.heappop(heap)
+            if not heap:
+                del self._pending[key]
+
+    def _push(self, of_class: ClassKey, key: _Key) -> None:
+        heap = self._pending.setdefault(of_class, [])
+        if len(heap) > 2 * len(self._state.queued) + _FEW:  # else they pile up behind one that finds no room
+            heap[:] = [each for each in heap if self._live(each) is not None]
+            heapq.heapify(heap)
+        heapq.heappush(heap, key)
+
+    def _live(self, key: _Key) -> QueuedRequest | None:
+        """The request, while it is queued as it was."""
+        request = self._state.queued.get(key[2], key[3])
+        return request if request is not None and request.key == key else None
 
     def _bring(self, request: QueuedRequest) -> bool:
         """Goes on with one request; whether all of it was looked at."""
@@ -122,6 +140,10 @@ class Prefetching:
             return True
         session = state.sessions.get(request.session)
         while request.looked_at < len(request.rows):
+            if not self._has_room(
+                session.dram_key
+            ):  # said before rows are looked at: it is asked after every call
+                return False
             first = request.looked_at
             last = min(first + _LOOKED_AT, len(request.rows))
             rows = request.still(first, last, state.columns.state)
@@ -153,7 +175,7 @@ class Prefetching:
         if count <= 0:
             return 0
         owner = self._state.dram.class_of(key)
-        if not self._stuck and len(owner.free) - self._evictor.reserve_of(owner) < count:
+        if key not in self._stuck and len(owner.free) - self._evictor.reserve_of(owner) < count:
             queued = self._state.queued
 
             def may_go(victims: U32) -> NDArray[np.bool_]:
@@ -162,10 +184,19 @@ class Prefetching:
                 return good
 
             self._evictor.make_spare_room(key, count, may_go)
-            self._stuck = len(owner.free) <= self._evictor.reserve_of(owner)
+            if len(owner.free) <= self._evictor.reserve_of(owner):
+                self._stuck.add(key)
         slots = self._promoting.prefetch(key, rows[:count], deadline_ms, Wish.PREFETCH)
         self._state.counters["prefetches"] += len(slots)
         return len(slots)
+
+    def _has_room(self, key: ClassKey) -> bool:
+        """Whether one more block could be begun, as far as can be told in O(1)."""
+        if key in self._stuck:
+            owner = self._state.dram.class_of(key)
+            if len(owner.free) <= self._evictor.reserve_of(owner):
+                return False
+        return self._allowed(key) > 0
 
     def _allowed(self, key: ClassKey) -> int:
         """Blocks more that may be under way or unused, by the size of DRAM and by what waits for the movers."""

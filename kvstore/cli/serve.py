@@ -56,9 +56,8 @@ def serve(
     max_namespaces: Annotated[
         str | None, typer.Option(help="Most models, adapters, salts, … known at one time.")
     ] = None,
-    clean_percent: Annotated[
-        str | None, typer.Option(help="Part of each tier's slots that is kept free; 0: none.")
-    ] = None,
+    clean_percent: Annotated[str | None, typer.Option(help="Part of each tier that is kept free.")] = None,
+    prefetch_percent: Annotated[str | None, typer.Option(help="Most of DRAM for reads ahead of use.")] = None,
     canary_every: Annotated[
         str | None, typer.Option(help="Of so many blocks from DRAM one is checked again; 0: none.")
     ] = None,

@@ -91,6 +91,8 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
     parts: list[RenderableType] = [head, _tiers(stats)]
     if stats.paths:
         parts.append(_paths(stats))
+    if early := _read_ahead(stats.counters):
+        parts.append(Text(early))
     if len(stats.dram_curve) > 1:
         parts.append(Text(_curve(stats)))
     if stats.devices:
@@ -114,6 +116,23 @@ def _moves(stats: pb.StatsReply) -> str:
         f"; {format_count(stats.moves_in_flight)} moves under way, {format_count(stats.queued_reads)} reads and "
         f"{format_count(stats.queued_writes)} writes wait"
     )
+
+
+def _read_ahead(counters: Mapping[str, int]) -> str:
+    """What became of blocks that were read from disk before they were asked for; nothing where none were."""
+    parts = []
+    for wish, name in (
+        ("prefetch", "for queued requests"),
+        ("next_turn", "for the next turn of conversations"),
+    ):
+        useful, late, wasted = (
+            counters.get(f"{wish}_{end}_bytes", 0) for end in ("useful", "late", "wasted")
+        )
+        if useful or late or wasted:
+            parts.append(
+                f"{name} {format_size(useful)} in time, {format_size(late)} late, {format_size(wasted)} for nothing"
+            )
+    return f"read ahead: {'; '.join(parts)}\n" if parts else ""
 
 
 def _curve(stats: pb.StatsReply) -> str:

@@ -94,6 +94,7 @@ def store_limits(config: ServeConfig) -> StoreLimits:
         reserve_fraction=config.clean_percent / 100,
         reserve_slots=_LEAST_CLEAN_SLOTS if config.clean_percent else 0,
         write_budget_bytes=config.nvme_write_budget_bytes,
+        prefetch_share=config.prefetch_percent / 100,
     )
 
 
