@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidArgument
 
-__all__ = ["DTYPE_BYTES", "SLOT_ALIGN_BYTES", "Geometry", "HitRule", "LayerGroup"]
+__all__ = ["DTYPE_BYTES", "SLOT_ALIGN_BYTES", "Geometry", "HitRule", "LayerGroup", "opaque_geometry"]
 
 SLOT_ALIGN_BYTES = 4096
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -83,3 +83,13 @@ class Geometry:
     def slot_bytes(self) -> int:
         """Bytes of one slot: the payload rounded up to 4 KiB."""
         return -(-self.payload_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+
+def opaque_geometry(nbytes: int) -> Geometry:
+    """Some geometry with slots for blocks of so many bytes, for who moves blocks and knows nothing else of them.
+
+    Raises: InvalidArgument as `Geometry` does.
+    """
+    head_dim = SLOT_ALIGN_BYTES // (2 * DTYPE_BYTES["float32"])  # a layer is 4 KiB
+    group = LayerGroup(layers=-(-nbytes // SLOT_ALIGN_BYTES), kv_heads=1, head_dim=head_dim, block_tokens=1)
+    return Geometry(groups=(group,), dtype="float32")

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore.client import Client, Targets
 from kvstore.errors import FailedPrecondition, NotFound
-from kvstore.geometry import Geometry, LayerGroup
+from kvstore.geometry import opaque_geometry
 from kvstore.layout import NONE, Columns, Tier
 from kvstore.transfer.archive import Header, RunningDigest, pack_end, pack_header
 from kvstore.transfer.plan import Planned, handle_of, plan
@@ -34,14 +34,12 @@ __all__ = [
     "Readable",
     "Written",
     "export_namespace",
-    "geometry_of",
     "unfinished",
     "write_archive",
 ]
 
 _BATCH_BYTES = 16 << 20
 _BATCH_BLOCKS = 4096
-_PAGE = LayerGroup(layers=1, kv_heads=1, head_dim=512, block_tokens=1)  # of float32, 4 KiB
 
 Admin = Callable[[str, Any], Any]
 """One call of service Admin: method and request."""
@@ -67,13 +65,6 @@ class Exported:
     seconds: float
 
 
-def geometry_of(slot_bytes: int) -> Geometry:
-    """Some geometry with slots of this size: moving blocks needs no other knowledge of them."""
-    layers = slot_bytes // (2 * _PAGE.head_dim * 4)
-    group = LayerGroup(layers=layers, kv_heads=1, head_dim=_PAGE.head_dim, block_tokens=1)
-    return Geometry(groups=(group,), dtype="float32")
-
-
 def unfinished(file: Path) -> Path:
     """Where an export is written until it is complete."""
     return file.with_name(f"{file.name}.part")
@@ -91,7 +82,7 @@ async def export_namespace(
             "no engine has opened this namespace since its parts are remembered: attach its engine once"
         )
     began_s = time.monotonic()
-    geometry = geometry_of(4096)
+    geometry = opaque_geometry(4096)
     targets = Targets(credit=0, room=0)
     unmapping = Unmapping()
     session = await asyncio.to_thread(

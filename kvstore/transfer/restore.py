@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvstore.client import Client, Namespace, Session, Targets
 from kvstore.errors import FailedPrecondition, KvstoreError, Unavailable
+from kvstore.geometry import opaque_geometry
 from kvstore.layout import State, states
 from kvstore.transfer.archive import (
     END_BYTES,
@@ -36,7 +37,7 @@ from kvstore.transfer.archive import (
     read_header,
     rest_of_header,
 )
-from kvstore.transfer.export import Admin, geometry_of
+from kvstore.transfer.export import Admin
 from kvstore.transfer.sealer import Sealer
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -168,7 +169,7 @@ async def import_file(
         session = await asyncio.to_thread(
             client.attach,
             "import",
-            geometry_of(header.slot_bytes),
+            opaque_geometry(header.slot_bytes),
             None,
             targets=Targets(credit=0, room=room.ahead(header.slot_bytes)),
         )

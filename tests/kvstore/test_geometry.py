@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgument
-from kvstore.geometry import DTYPE_BYTES, SLOT_ALIGN_BYTES, Geometry, HitRule, LayerGroup
+from kvstore.geometry import DTYPE_BYTES, SLOT_ALIGN_BYTES, Geometry, HitRule, LayerGroup, opaque_geometry
 
 SMOLLM2 = LayerGroup(layers=30, kv_heads=3, head_dim=64, block_tokens=32)
 
@@ -67,3 +67,13 @@ def test_a_block_over_the_limit_is_refused() -> None:
     huge = LayerGroup(layers=1024, kv_heads=128, head_dim=1024, block_tokens=1024)
     with pytest.raises(InvalidArgument, match="too large"):
         Geometry(groups=(huge,), dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("nbytes,slot_bytes", [(1, 4096), (4096, 4096), (4097, 8192), (5 << 20, 5 << 20)])
+def test_bytes_alone_have_a_geometry_too(nbytes: int, slot_bytes: int) -> None:
+    assert opaque_geometry(nbytes).slot_bytes == slot_bytes
+
+
+def test_no_bytes_have_none() -> None:
+    with pytest.raises(InvalidArgument, match="layers"):
+        opaque_geometry(0)

@@ -14,16 +14,16 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.client import Client, Namespace, Session, Targets, connect
+from kvstore.geometry import opaque_geometry
 from kvstore.layout import touch_key
 from kvstore.moves import Outcome
 from kvstore.transfer.archive import BlockHead, payload_checksum
-from kvstore.transfer.export import geometry_of
 from kvstore.transfer.sealer import Sealer
 from tests.support.blocks import block_bytes, expected
 from tests.support.daemon import DEADLINE_S, Service
 
 SLOT_BYTES = 16_384
-TOKENS = 1  # `geometry_of` has blocks of one token
+TOKENS = 1  # `opaque_geometry` has blocks of one token
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def engine(service: Service, wanted: dict[str, bytes]) -> Iterator[Engine]:
     """An engine that is attached for the length of the block."""
     with connect(service.socket) as client:
         targets = Targets(credit=0, room=64)
-        with client.attach("engine", geometry_of(SLOT_BYTES), None, targets=targets) as session:
+        with client.attach("engine", opaque_geometry(SLOT_BYTES), None, targets=targets) as session:
             yield Engine(client, session, session.open_namespace(wanted))
 
 
