@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache_use import Access
 from kvstore.evicting import Evictor
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, U64, Grant, Outcome
@@ -47,6 +48,7 @@ class Request:
     parent: int  # row of the block before `first`, NONE where there is none
     reserve: int
     private_fill: bool
+    access: Access
     now_ms: int
 
 
@@ -75,16 +77,31 @@ class Acquiring:
         self._evictor = evictor
         self._promoting = promoting
 
+    def find(self, hashes: U64, namespace: int, access: Access) -> U32:
+        """Row of each block of a chain, NONE where there is none; what is found was used now, unless all is off."""
+        table = self._state.table
+        rows = table.locate(hashes, namespace)
+        if access:
+            known = rows != NONE
+            table.touch(rows if known.all() else rows[known], self._state.now_ms)
+        return rows
+
     def acquire(self, request: Request, rows: U32) -> Grant:
         """The grant for a request whose blocks have these rows ([n], NONE where there is none)."""
         state = self._state
+        request.session.namespace = request.namespace
         state.waits.cancel(request.session.id, request.lease)
         draft = _Draft(rows)
-        hits = self._hits(request, draft)
-        waits = hits < len(rows) and not request.private_fill and self._waits_at(request, draft, hits)
+        served = bool(request.access & Access.READS)
+        hits = self._hits(request, draft) if served else 0
+        waits = (
+            served and hits < len(rows) and not request.private_fill and self._waits_at(request, draft, hits)
+        )
         fills = 0 if waits else len(rows) - hits
         reserve = self._give_slots(request, draft, hits, fills, 0 if waits else request.reserve)
         self._count(draft)
+        if not waits and not (draft.outcomes == Outcome.NO_SLOT).any():
+            self._note_lookup(request, draft, hits)
         block = request.hashes[0].tobytes() if len(rows) else bytes(16)
         given = len(rows) - hits if not waits else 0
         state.recorder.note(
@@ -173,7 +190,8 @@ class Acquiring:
             if needed:
                 self._no_slot(request, draft, int(loads[0]) if len(loads) else hits, needed)
             return NO_SLOTS
-        owner = self._evictor.make_room(Tier.HBM, session.hbm_key, asked)
+        asks = state.quotas.asks(request.namespace)
+        owner = self._evictor.make_room(Tier.HBM, session.hbm_key, asked, asks)
         slots = state.hbm.allocate(owner, asked, session.holder)
         session.held_bound += len(slots)
         wanted = np.concatenate((loads, np.arange(hits, hits + fills))) if fills else loads
@@ -205,8 +223,8 @@ class Acquiring:
         new = rows == NONE
         new[new] = distinct(request.hashes[span][new])
         device = request.session.device
-        if not new.any() or device is None:
-            return
+        if not new.any() or device is None or not request.access & Access.WRITES:
+            return  # a row that is reserved and never sealed would have others wait for it
         depths = np.arange(request.first + hits, request.first + hits + count, dtype=np.uint32)[new]
         rows[new] = state.table.reserve(
             hashes=request.hashes[span][new],
@@ -296,6 +314,21 @@ class Acquiring:
             return np.zeros(len(slots), dtype=np.uint32)
         generations = self._state.pool(tier).generations(np.where(given, slots, 0))
         return np.where(given, generations, np.uint32(0))
+
+    def _note_lookup(self, request: Request, draft: _Draft, hits: int) -> None:
+        """The request has got its blocks: what it hit, and what it would have hit where hits are only counted."""
+        state, counters = self._state, self._state.counters
+        state.quotas.note_lookup(request.namespace, len(draft.rows), hits)
+        if request.access & Access.READS or not request.access & Access.COUNTS:
+            return
+        sealed = state.table.sealed(draft.rows)
+        rows = draft.rows[: len(sealed) if sealed.all() else int(sealed.argmin())]
+        in_hbm, _ = self._in_hbm(request.session, rows)
+        in_dram = state.dram.sealed(state.columns.dram[rows]) & ~in_hbm
+        counters["blocks_dry_run"] += len(draft.rows)
+        counters["blocks_would_hit_hbm"] += int(np.count_nonzero(in_hbm))
+        counters["blocks_would_hit_dram"] += int(np.count_nonzero(in_dram))
+        counters["blocks_would_hit_nvme"] += int(np.count_nonzero(~in_hbm & ~in_dram))
 
     def _count(self, draft: _Draft) -> None:
         for outcome, count in enumerate(np.bincount(draft.outcomes).tolist()):

@@ -47,7 +47,8 @@ class Crediting:
         wanted = self._state.may_hold(session, wanted) if key is not None and wanted > 0 else 0
         if wanted <= 0 or key is None:
             return NO_SLOTS
-        owner = self._evictor.make_room(tier, key, wanted)
+        asks = self._state.quotas.asks(session.namespace)
+        owner = self._evictor.make_room(tier, key, wanted, asks)
         share = -(-len(owner.free) // max(1, self._state.drawing_on(tier, key)))
         slots = self._state.pool(tier).allocate(owner, min(wanted, share), session.holder)
         session.held_bound += len(slots)

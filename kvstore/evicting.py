@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from eviction.base import MayGo, Policy
 from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
 from kvstore.moves import U32, U64, MissCause
+from kvstore.quotas import ANYBODY
 from kvstore.slots import ClassKey, SlotClass, SlotPool
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import PINNED
+from kvstore.turns import Turns
 
 __all__ = ["Evictor"]
 
@@ -53,11 +56,12 @@ class _Chosen:
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_chosen", "_hand", "_refilling", "_row_hand", "_state", "leaving", "short")
+    __slots__ = ("_chosen", "_hand", "_refilling", "_row_hand", "_state", "_turns", "leaving", "short")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
-        self._chosen: dict[tuple[Tier, ClassKey], _Chosen] = {}
+        self._turns = Turns(state.quotas)
+        self._chosen: dict[tuple[Tier, ClassKey, bytes], _Chosen] = {}
         self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
         self._row_hand = 0
         self._refilling: set[tuple[Tier, ClassKey]] = set()
@@ -67,10 +71,13 @@ class Evictor:
         self.leaving: set[int] = set()
         """Extents that no class gets any more (`kvstore.resizing`)."""
 
-    def make_room(self, tier: Tier, key: ClassKey, count: int) -> SlotClass:
-        """Tries to have `count` slots of a class free, and returns the class; `len(free)` says how many there are."""
+    def make_room(self, tier: Tier, key: ClassKey, count: int, asks: int = ANYBODY) -> SlotClass:
+        """Tries to have `count` slots of a class free, and returns the class; `len(free)` says how many there are.
+
+        `asks`: the tenant that they are for (`Quotas.asks`).
+        """
         owner = self._state.pool(tier).class_of(key)
-        evicted = self._free_up(tier, owner, count)
+        evicted = self._free_up(tier, owner, count, asks)
         if evicted:  # somebody waits for it: the reserve was too small
             self._state.counters[f"evictions_{tier.name.lower()}_inline"] += evicted
         return owner
@@ -86,18 +93,19 @@ class Evictor:
             pass
         missing = count + self.reserve_of(owner) - len(owner.free)
         if missing > 0 and not owner.exhausted:
-            victims = self._spare_victims(owner, missing, may_go)
+            look = partial(self._spare_victims, owner, may_go)
+            victims = self._turns.take(Tier.DRAM, owner, ANYBODY, missing, missing, look)
             if len(victims):
                 self.evict(Tier.DRAM, victims)
         return owner
 
-    def _free_up(self, tier: Tier, owner: SlotClass, count: int) -> int:
+    def _free_up(self, tier: Tier, owner: SlotClass, count: int, asks: int = ANYBODY) -> int:
         """Cuts unassigned extents, then evicts, until `count` slots are free or none can be; how many were evicted."""
         pool, evicted = self._state.pool(tier), 0
         while len(owner.free) < count and tier is not Tier.HBM and self._assign_one(tier, owner.key):
             pass
         while (missing := count - len(owner.free)) > 0:
-            victims = self._take(pool, owner, missing)
+            victims = self._turns.take(tier, owner, asks, count, missing, partial(self._take, pool, owner))
             if not len(victims):
                 break
             self.evict(tier, victims)
@@ -174,6 +182,8 @@ class Evictor:
         if not len(rows):
             return 0
         best = rows[self._state.policy.victims(columns.touch[rows], self._droppable(rows), count)]
+        if self._state.quotas.active:
+            best = best[~self._state.quotas.spared(best)]
         if len(best):
             self._drop_rows(best)
         return len(best)
@@ -230,6 +240,7 @@ class Evictor:
     def evict(self, tier: Tier, victims: U32) -> None:
         """These slots, which `evictable` has passed, become free."""
         state = self._state
+        state.quotas.note_evicted(tier, state.pool(tier).row[victims])
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
         state.counters[f"evictions_{name}"] += len(victims)
@@ -244,7 +255,7 @@ class Evictor:
         ranking = self._state.rankings.get(pool.tier)
         if ranking is not None:
             return self._ranked(pool, owner, ranking, count)
-        name = (pool.tier, owner.key)
+        name = (pool.tier, owner.key, self._turns.name)
         chosen = self._chosen.get(name)
         while True:
             if chosen is None or not len(chosen.slots):
@@ -269,9 +280,9 @@ class Evictor:
         good[good] = same & ((state.queued.wanted[rows] == 0) | chosen.wanted[:count][good])
         return good
 
-    def _spare_victims(self, owner: SlotClass, count: int, may_go: MayGo) -> U32:
+    def _spare_victims(self, owner: SlotClass, may_go: MayGo, count: int) -> U32:
         """Up to `count` slots of DRAM whose blocks storage has and `may_go` lets go; one look at the next victims."""
-        state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key)
+        state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key, self._turns.name)
 
         def spare(rows: U32) -> NDArray[np.bool_]:
             return self._lower(Tier.DRAM, rows) & may_go(rows)
@@ -401,6 +412,7 @@ class Evictor:
         if len(pool.holders):
             good &= pool.holders[slots] == 0
         rows = np.where(good, pool.row[slots], 0)
+        good = self._turns.passes(good, rows)
         good &= state.waits.waited[rows] == 0
         pinned = columns.priority[rows] == PINNED
         if pool.tier is Tier.NVME:

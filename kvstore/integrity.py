@@ -25,6 +25,7 @@ def check(state: StoreState) -> list[str]:
     faults += _check_links(state)
     faults += _check_index(state)
     faults += state.waits.faults()
+    faults += state.quotas.faults((state.hbm, state.dram, state.nvme))
     faults += state.queued.faults()
     faults += state.early.faults()
     return faults

@@ -216,6 +216,8 @@ class Loading:
         pool.row[slots] = rows
         state.fault("load.slots")
         pool.state[slots] = words[good]
+        if pool.meter is not None:
+            pool.meter.gained(pool, slots)
         state.fault("load.sealed")
         columns.state[rows] |= np.uint64(State.SEALED)
         state.fault("load.rows")

@@ -115,7 +115,8 @@ class Promoting:
         count = min(len(rows), self._state.limits.max_reads - self.queued)
         if count <= 0:
             return 0
-        owner = self._evictor.make_room(Tier.DRAM, key, count)
+        asks = self._state.quotas.asks(int(self._state.columns.namespace[rows[0]]))
+        owner = self._evictor.make_room(Tier.DRAM, key, count, asks)
         # A chain longer than the tier must not chase itself through it.
         count = min(count, len(owner.free), max(1, owner.slots // 2))
         self._start(key, rows[:count], None)

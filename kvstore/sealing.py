@@ -43,18 +43,30 @@ class Sealing:
             good &= np.isin(seals["namespace"], np.fromiter(session.namespaces, dtype=np.uint32))
         else:
             good &= False
-        at = np.flatnonzero(good)
+        kept = good.copy()
+        kept[good] = self._state.uses.may_write(session.use, seals["namespace"][good])
+        at = np.flatnonzero(kept)
         at, repeated = self._first_of_each_slot(at, slots)
         if len(at):
             outcomes[at] = self._seal_distinct(session, tier, seals[at], now_ms)
         if len(repeated):
             outcomes[repeated] = self._already_sealed(pool, seals[repeated])
+        if not kept.all():
+            outcomes[good & ~kept] = self._drop(tier, slots[good & ~kept])
         published = int(np.count_nonzero(outcomes == SealOutcome.PUBLISHED))
         block = seals["hash"][0].tobytes() if len(seals) else bytes(16)
         self._state.recorder.note(Event.SEAL, session.id, len(seals), published, block=block)
         for outcome, name in _SEAL_COUNTER.items():
             self._state.counters[name] += int(np.count_nonzero(outcomes == outcome))
         return outcomes
+
+    def _drop(self, tier: Tier, slots: U32) -> U8:
+        """[n] DUPLICATE: blocks that must not be stored stay private, as if they were there already."""
+        state = self._state
+        state.counters["seals_dropped"] += len(slots)
+        if tier is Tier.HBM:  # reserved before that was said: nobody shall wait for them
+            state.unlink_fills(np.unique(slots[state.hbm.filling(slots)]))
+        return np.full(len(slots), SealOutcome.DUPLICATE, dtype=np.uint8)
 
     def _first_of_each_slot(
         self, at: NDArray[np.intp], slots: U32

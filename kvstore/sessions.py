@@ -7,12 +7,13 @@ daemon on purpose, because a client resumes by stating what it holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache_use import CacheUse
 from kvstore.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from kvstore.layout import Columns, SessionState
 from kvstore.moves import U32, NamespaceId, SessionId
@@ -46,6 +47,10 @@ class Session:
     slot_bytes: int
     holder: np.uint64  # its bit
     namespaces: set[int] = field(default_factory=set)
+    use: int = int(CacheUse.ON.access)
+    """What it allows itself; said when it attaches and when it resumes."""
+    namespace: int = -1
+    """That it acquired in last; below 0: in none yet."""
     want_slots: int = 0
     """HBM slots ahead that are still due to it."""
     want_room: int = 0
@@ -201,15 +206,21 @@ class Sessions:
         return np.uint64(sum(1 << session for session in self._live))
 
 
+def _nobody(_handle: NamespaceId, _digest: bytes) -> None:
+    """Nobody wants to know."""
+
+
 class Namespaces:
     """The namespace table. Two digests are the same when their first 16 bytes are: that is what storage keeps."""
 
-    __slots__ = ("_by_digest", "_columns")
+    __slots__ = ("_by_digest", "_columns", "on_new")
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         used: NDArray[np.intp] = np.flatnonzero(columns.namespace_digest.any(axis=1))
         self._by_digest = {bytes(columns.namespace_digest[i, :_DIGEST_BYTES]): int(i) for i in used}
+        self.on_new: Callable[[NamespaceId, bytes], None] = _nobody
+        """Called with each new handle and the first 16 bytes of its digest, before anything is of that namespace."""
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -238,7 +249,12 @@ class Namespaces:
         handle = int(free[0])
         column[handle] = np.frombuffer(digest.ljust(32, b"\0"), dtype=np.uint8)
         self._by_digest[short] = handle
+        self.on_new(NamespaceId(handle), short)
         return NamespaceId(handle)
+
+    def handles(self) -> Mapping[bytes, NamespaceId]:
+        """By the first 16 bytes of each digest."""
+        return {short: NamespaceId(handle) for short, handle in self._by_digest.items()}
 
     def digests16(self, namespaces: U32) -> NDArray[np.uint64]:
         """[n, 2] first 16 bytes of each digest."""

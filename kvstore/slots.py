@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from kvstore.layout import GENERATION_SHIFT, NONE, Columns, SlotState, Tier, sta
 from kvstore.moves import U32, U64
 from kvstore.runs import FreeRuns
 
-__all__ = ["ClassKey", "SlotClass", "SlotPool"]
+__all__ = ["ClassKey", "Meter", "SlotClass", "SlotPool"]
 
 _STATE_BITS = np.uint64(0xFF)
 _ONE_GENERATION = np.uint64(1 << 8)
@@ -45,6 +46,18 @@ class SlotClass:
     """The last search for victims found none, and nothing has changed since."""
 
 
+class Meter(Protocol):
+    """Is told of complete blocks that a tier gets and loses (`kvstore.quotas`)."""
+
+    def gained(self, pool: SlotPool, slots: U32, /) -> None:
+        """These slots, which name their rows, are SEALED now."""
+        ...
+
+    def lost(self, pool: SlotPool, slots: U32, /) -> None:
+        """These, which still name their rows, are SEALED no more."""
+        ...
+
+
 class SlotPool:
     """All slots of one tier. Operations take arrays of slots and are vectorised; no duplicates where not said."""
 
@@ -57,6 +70,7 @@ class SlotPool:
         "classes",
         "extent",
         "holders",
+        "meter",
         "row",
         "state",
         "tier",
@@ -66,6 +80,7 @@ class SlotPool:
         pool = columns.pool(tier)
         self.tier = tier
         self.state, self.row, self.extent, self.holders = pool.state, pool.row, pool.extent, pool.holders
+        self.meter: Meter | None = None
         self._columns = columns
         self._fault = fault
         self._free: NDArray[np.bool_] = states(pool.state) == SlotState.FREE
@@ -174,6 +189,8 @@ class SlotPool:
 
     def set_state(self, slots: U32, state: SlotState) -> None:
         """Changes the state of slots that stay in use; the generation stays."""
+        if self.meter is not None:
+            self._measure(self.meter, slots, state)
         self.state[slots] = (self.state[slots] & ~_STATE_BITS) | np.uint64(state)
 
     def quarantine(self, slots: U32) -> None:
@@ -185,6 +202,8 @@ class SlotPool:
         """Slots come back under the next generation. Nobody holds them, or the holder has just let go."""
         if not len(slots):
             return
+        if self.meter is not None:
+            self._measure(self.meter, slots, SlotState.FREE)
         self.state[slots] = (self.state[slots] & ~_STATE_BITS) + _ONE_GENERATION
         self._fault("slots.free")
         self.row[slots] = NONE
@@ -197,6 +216,14 @@ class SlotPool:
             else:
                 owner.free.give(of_extent)
                 owner.freed = True
+
+    def _measure(self, meter: Meter, slots: U32, state: SlotState) -> None:
+        """Before their states change."""
+        was = self.sealed(slots)
+        if state is SlotState.SEALED:
+            meter.gained(self, slots[~was])
+        elif was.any():
+            meter.lost(self, slots[was])
 
     # -- holders
 

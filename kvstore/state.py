@@ -29,11 +29,13 @@ from kvstore.layout import (
 )
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.queued import Queued
+from kvstore.quotas import Quotas
 from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.sampling import Sample
 from kvstore.sessions import Namespaces, Session, Sessions
 from kvstore.slots import ClassKey, SlotPool
 from kvstore.table import BlockTable
+from kvstore.uses import Uses
 from kvstore.waiting import Waits
 
 __all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit"]
@@ -78,6 +80,7 @@ class StoreState:
         "nvme_changed",
         "policy",
         "queued",
+        "quotas",
         "rankings",
         "recorder",
         "sample",
@@ -85,6 +88,7 @@ class StoreState:
         "sessions",
         "table",
         "unmade",
+        "uses",
         "waits",
     )
 
@@ -112,6 +116,8 @@ class StoreState:
         self.namespaces = Namespaces(columns)
         self.waits = Waits(columns.shape.max_rows, self._unresolved)
         self.queued = Queued(columns.shape.max_rows)
+        self.quotas = Quotas(columns)
+        self.uses = Uses(columns.shape.max_namespaces)
         self.ghosts = Ghosts(limits.ghosts)
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed

@@ -17,6 +17,7 @@ from kvstore import clearing, integrity, reporting, resizing
 from kvstore.acquiring import Acquiring, Request, note_grant
 from kvstore.admission import WriteBudget
 from kvstore.attaching import Attaching
+from kvstore.cache_use import Access
 from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.evicting import Evictor
@@ -60,8 +61,8 @@ from kvstore.prefetching import Prefetching
 from kvstore.recovering import reconcile
 from kvstore.sealing import Sealing
 from kvstore.sessions import Session
+from kvstore.sharing import Sharing
 from kvstore.state import StoreState
-from kvstore.watching import Watching
 
 __all__ = ["Store"]
 
@@ -86,6 +87,8 @@ class Store:
         "_state",
         "index_changes",
         "paths",
+        "sharing",
+        "watching",
     )
 
     def __init__(self, state: StoreState) -> None:
@@ -102,6 +105,8 @@ class Store:
         self._prefetching = Prefetching(state, self._evictor, self._moving.promoting)
         self._attaching = Attaching(state, self._prefetching)
         self.paths = Paths(state, self._moving.promoting)
+        self.sharing = Sharing(state)
+        self.watching = self._moving.watching  # the canary
         for tier in Tier:
             for extent in state.extents.of(tier, None, ExtentState.READY):
                 state.pool(tier).open_extent(extent)
@@ -151,11 +156,6 @@ class Store:
         store._state.counters["recovered_blocks"] = store._state.table.used
         store.tick(now_ms)
         return store
-
-    @property
-    def watching(self) -> Watching:
-        """The canary: what is looked at again, and what was found wrong."""
-        return self._moving.watching
 
     # ------------------------------------------------------------ memory
 
@@ -322,9 +322,8 @@ class Store:
         if state.waits.of_session(session) >= limits.max_waiting_leases:
             raise ResourceExhausted(f"{limits.max_waiting_leases} leases wait already", retry_after_s=0.1)
         state.tell_time(now_ms)
-        rows = state.table.locate(hashes, namespace)
-        known = rows != NONE
-        state.table.touch(rows if known.all() else rows[known], now_ms)
+        access = state.uses.of(found.use, namespace)
+        rows = self._acquiring.find(hashes, namespace, access)
         request = Request(
             session=found,
             namespace=namespace,
@@ -334,6 +333,7 @@ class Store:
             parent=int(rows[first - 1]) if first else NONE,
             reserve=reserve,
             private_fill=private_fill,
+            access=access,
             now_ms=now_ms,
         )
         grant = self._acquiring.acquire(request, rows[first:])
@@ -368,7 +368,8 @@ class Store:
         self._sealing.stores(found, stores)
         found.seen(seen)
         self._sealing.release(found, released_hbm, released_dram)
-        found.wants(min(want_slots, limits.max_want_slots), min(want_room, limits.max_want_room))
+        room = min(want_room, limits.max_want_room) if state.uses.needs_room(found.use) else 0
+        found.wants(min(want_slots, limits.max_want_slots), room)
         self._moving.queue_came()
         return StepAnswer(seal_outcomes=outcomes)
 
@@ -381,7 +382,8 @@ class Store:
         """
         found = self._check_chain(session, namespace, hashes)
         self._state.tell_time(now_ms)
-        self._prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
+        if self._state.uses.of(found.use, namespace) & Access.READS:
+            self._prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
 
     def cancel(self, session: int, lease: int) -> None:
         """Forgets what a lease waits for or prefetches. Raises: NotFound."""

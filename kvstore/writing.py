@@ -185,9 +185,10 @@ class Writing:
         sizes = state.dram.slot_bytes(state.columns.dram[rows])
         parts: list[tuple[U32, U32]] = []
         for slot_bytes in np.unique(sizes).tolist():
-            pair = self._give_slots(path, rows[sizes == slot_bytes], int(slot_bytes))
-            if len(pair[0]):
-                parts.append(pair)
+            for asks, of_tenant in state.quotas.by_tenant(rows[sizes == slot_bytes]):
+                pair = self._give_slots(path, of_tenant, int(slot_bytes), asks)
+                if len(pair[0]):
+                    parts.append(pair)
         return parts
 
     def _affordable(self, path: int, limit: int) -> U32:
@@ -210,11 +211,14 @@ class Writing:
         sizes = self._state.dram.slot_bytes(self._state.columns.dram[rows])
         return sizes.astype(np.int64) + TRAILER_BYTES
 
-    def _give_slots(self, path: int, rows: U32, slot_bytes: int) -> tuple[U32, U32]:
-        """DRAM and NVMe slots of those of these rows, all of one class, that get one; the others are caught up with."""
+    def _give_slots(self, path: int, rows: U32, slot_bytes: int, asks: int) -> tuple[U32, U32]:
+        """DRAM and NVMe slots of those of these rows, all of one class and one tenant, that get one.
+
+        The others are caught up with.
+        """
         state = self._state
         key = ClassKey(device=path, slot_bytes=slot_bytes)
-        owner = self._evictor.make_room(Tier.NVME, key, len(rows))
+        owner = self._evictor.make_room(Tier.NVME, key, len(rows), asks)
         # Evicting may end rows that NVMe alone has, and none of these: they are in DRAM.
         nvme = state.nvme.allocate(owner, len(rows), np.uint64(0))
         written, lost = rows[: len(nvme)], rows[len(nvme) :]

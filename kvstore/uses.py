@@ -1,0 +1,49 @@
+"""Who may use the cache how: the service, each namespace and each session allow something, and all of it must.
+
+The store asks at each acquire and seal; the shell says what service and namespaces allow, and a session says its part
+when it attaches. Owner only. Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache_use import Access, CacheUse
+
+__all__ = ["Uses"]
+
+_ALL = CacheUse.ON.access
+_OF_BITS = tuple(map(Access, range(8)))  # an IntFlag made of bits costs a microsecond, at each acquire
+
+
+class Uses:
+    """What is allowed to whom. One owner; the shell sets it, the store asks."""
+
+    __slots__ = ("_everywhere", "_of_namespace")
+
+    def __init__(self, max_namespaces: int) -> None:
+        self._everywhere = int(_ALL)
+        self._of_namespace: NDArray[np.uint8] = np.full(max_namespaces, _ALL, dtype=np.uint8)
+
+    def allow_everywhere(self, access: Access) -> None:
+        """No request may do more than this."""
+        self._everywhere = int(access)
+
+    def allow(self, namespace: int, access: Access) -> None:
+        """A namespace, and the tenant that it is of, allow this."""
+        self._of_namespace[namespace] = access
+
+    def of(self, session: int, namespace: int) -> Access:
+        """What a request of a session, which allows `session`, may do with a namespace."""
+        return _OF_BITS[int(self._of_namespace[namespace]) & self._everywhere & session]
+
+    def may_write(self, session: int, namespaces: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """[n] whether blocks of each namespace, all known, may be stored."""
+        allowed = self._of_namespace[namespaces] & np.uint8(self._everywhere & session)
+        found: NDArray[np.bool_] = (allowed & np.uint8(Access.WRITES)) != 0
+        return found
+
+    def needs_room(self, session: int) -> bool:
+        """Whether what a session stores may need room in DRAM."""
+        return bool(self._everywhere & session & int(Access.WRITES))
