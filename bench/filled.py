@@ -7,7 +7,7 @@ same page at the same time: a step then reads as many bytes as it would without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ class FilledBlocks:
         self._free = list(range(cached_pages, count))
         self._tables: dict[RequestId, _Table] = {}
         self._next = 0
+        self.computed_beside: Callable[[int], None] = lambda _: None
+        """Hears of the engine's steps: a copier that runs beside them."""
 
     def kv_pages(self) -> Pages:
         """See BlockManager."""
@@ -107,6 +109,10 @@ class FilledBlocks:
 
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
         """See BlockManager."""
+
+    def computing(self, steps: int) -> None:
+        """See BlockManager."""
+        self.computed_beside(steps)
 
     def end_step(self) -> None:
         """See BlockManager."""

@@ -4,7 +4,8 @@ Decode is the bundled engine over pages of random numbers (`engine`), or what su
 the engine around it (`graph`: a CUDA graph of products and reductions in the shape of an 8B model). Phases with and
 without stores take turns, and which goes first changes; the slowdown is the median over the rounds of 1 - tokens/s with
 stores / tokens/s without. Two rates of stores: `sealed`, what this decode fills itself, as a worker that writes through
-stores it, and `saturating`, whatever the copier reaches without a pause; what was reached is stated.
+stores it, and `saturating`, whatever the copier reaches without a pause; what was reached is stated. `loading` is a load
+without a pause instead, as of prompts that come while others decode. The copier hears of steps as that of a worker does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.prompts import random_prompt
 from bench.report import Figure
 from bench.shapes import EnginePlan, default_model, open_bench_engine
 from bench.timing import median
+from engine_adapter.copier import Copier, Direction
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import ConfigError, KvstoreError
 
@@ -54,6 +56,8 @@ class Rate(StrEnum):
     """As decode fills them."""
     SATURATING = "saturating"
     """Without a pause."""
+    LOADING = "loading"
+    """Loads instead, without a pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ class Decode:
     token_bytes: int
     """Keys and values of one token."""
     run: Callable[[int, Callable[[int], None]], float]
+    beside: Callable[[Copier], None]
+    """From now on this copier hears of the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +168,13 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
                 unit="",
                 bound=_bound(cell) if result["device"] != "cpu" else None,
             ),
-            Figure(name=f"{name}: stored", value=cell["stored_gb_per_s"], unit="GB/s", larger_is_better=True),
+            Figure(name=f"{name}: copied", value=cell["stored_gb_per_s"], unit="GB/s", larger_is_better=True),
         ]
     return found
 
 
 def _bound(cell: Mapping[str, Any]) -> float | None:
-    if cell["route"] != _DEFAULT_ROUTE:
+    if cell["route"] != _DEFAULT_ROUTE or cell.get("rate") == Rate.LOADING:
         return None
     return 0.03 if cell["slot_bytes"] >= 256 * _KIB else 0.06
 
@@ -210,6 +216,7 @@ def _loads(plan: InterferencePlan, slot_bytes: int) -> list[tuple[str, Rate]]:
     return [
         (_DEFAULT_ROUTE, Rate.SEALED),
         (_DEFAULT_ROUTE, Rate.SATURATING),
+        (_DEFAULT_ROUTE, Rate.LOADING),
         *((route, Rate.SATURATING) for route in plan.routes.get(slot_bytes, ())),
     ]
 
@@ -229,10 +236,12 @@ def _cell(
 ) -> InterferenceCell:
     say(f"{decode.name}, slots of {slot_bytes:,} bytes, {route}, {rate}")
     copier = bed.copier(None if route == _DEFAULT_ROUTE else candidates()[route], LIMITS.get(route))
+    decode.beside(copier)
+    way = Direction.LOAD if rate is Rate.LOADING else Direction.STORE
     offload: Stores = (
         SealedOffload(bed, copier, slot_bytes, decode.token_bytes)
         if rate is Rate.SEALED
-        else Offload(bed, copier, slot_bytes, plan.batch_bytes)
+        else Offload(bed, copier, slot_bytes, plan.batch_bytes, way)
     )
     rates: list[float] = []
 
@@ -249,7 +258,7 @@ def _cell(
     quiets: list[float] = []
     storings: list[float] = []
     # Not counted: all of the host's memory is pinned, by stores of all of it.
-    warm_up = Offload(bed, copier, slot_bytes, plan.batch_bytes)
+    warm_up = Offload(bed, copier, slot_bytes, plan.batch_bytes, way)
     warm_up.start()
     decode.run(plan.steps // 2, warm_up.stepped)
     warm_up.stop()
@@ -315,10 +324,14 @@ def _engine(
             raise KvstoreError(f"{plan.batch} requests gave {count} tokens in {steps} steps: not all decoded")
         return count / taken
 
+    def hear(copier: Copier) -> None:
+        setup.blocks.computed_beside = copier.computing
+
     yield Decode(
         name=f"engine {model}",
         token_bytes=setup.config.kv_token_bytes(setup.itemsize),
         run=run,
+        beside=hear,
     )
 
 
@@ -343,7 +356,7 @@ def _graph(
             stepped(plan.batch)
         return plan.batch * steps / (time.perf_counter() - start)
 
-    yield Decode(name="graph", token_bytes=token_bytes, run=run)
+    yield Decode(name="graph", token_bytes=token_bytes, run=run, beside=lambda copier: copier.computing(1))
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:

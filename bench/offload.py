@@ -1,4 +1,4 @@
-"""Blocks copied from HBM to DRAM while something else runs: without a pause, or as many as decode itself seals.
+"""Blocks copied while something else runs: either way without a pause, or to DRAM as many as decode itself seals.
 
 One thread starts a load, reports steps to it and stops it.
 """
@@ -44,13 +44,14 @@ class Stores(Protocol):
 class _Area:
     """Scattered blocks of the area of stores, in turns, and what has become of those that were submitted."""
 
-    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int) -> None:
+    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, direction: Direction) -> None:
         self._copier = copier
         self._block_bytes = block_bytes
-        area = bed.areas[Direction.STORE]
+        self._direction = direction
+        area = bed.areas[direction]
         places = placed(area.nbytes, block_bytes, "scattered")
-        self._sources: U64 = places.device + np.uint64(area.source)
-        self._targets: U64 = places.host + np.uint64(area.target)
+        self._sources: U64 = places.sources(direction) + np.uint64(area.source)
+        self._targets: U64 = places.targets(direction) + np.uint64(area.target)
         self._at = 0
         self._changed = threading.Condition()
         self._running = False
@@ -82,7 +83,7 @@ class _Area:
             self._at = end % len(self._sources)
             self._under_way += 1
         batch = CopyBatch(
-            direction=Direction.STORE,
+            direction=self._direction,
             sources=self._sources[begin:end],
             targets=self._targets[begin:end],
             nbytes=self._block_bytes,
@@ -107,11 +108,18 @@ class _Area:
 
 
 class Offload(_Area):
-    """Stores without a pause: `_UNDER_WAY` batches at any time, the next one from the completion of one."""
+    """Copies without a pause: `_UNDER_WAY` batches at any time, the next one from the completion of one."""
 
-    def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, batch_bytes: int) -> None:
+    def __init__(
+        self,
+        bed: CopyBed,
+        copier: Copier,
+        block_bytes: int,
+        batch_bytes: int,
+        direction: Direction = Direction.STORE,
+    ) -> None:
         """`batch_bytes`: of one batch."""
-        super().__init__(bed, copier, block_bytes)
+        super().__init__(bed, copier, block_bytes, direction)
         self._batch_blocks = max(1, batch_bytes // block_bytes)
 
     def start(self) -> None:
@@ -136,7 +144,7 @@ class SealedOffload(_Area):
 
     def __init__(self, bed: CopyBed, copier: Copier, block_bytes: int, token_bytes: int) -> None:
         """`token_bytes`: keys and values of one token."""
-        super().__init__(bed, copier, block_bytes)
+        super().__init__(bed, copier, block_bytes, Direction.STORE)
         self._token_bytes = token_bytes
         self._filled_bytes = 0
 

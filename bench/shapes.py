@@ -45,6 +45,7 @@ class BenchEngine:
     """A ready engine. `cached_pages` may be fewer than were wished for: requests then share them."""
 
     engine: Engine
+    blocks: FilledBlocks
     config: ModelConfig
     device: torch.device
     itemsize: int
@@ -86,6 +87,7 @@ def open_bench_engine(plan: EnginePlan, say: Callable[[str], None]) -> BenchEngi
     engine.prepare()
     return BenchEngine(
         engine=engine,
+        blocks=blocks,
         config=source.config,
         device=torch.device(device),
         itemsize=dtype.itemsize,

@@ -374,6 +374,10 @@ class KvstoreBlockManager:
         report = functools.partial(self._session.report_wrong, self._namespace, hashes, detail)
         threading.Thread(target=report, name="report-wrong", daemon=True).start()
 
+    def computing(self, steps: int) -> None:
+        """See BlockManager."""
+        self._copier.computing(steps)
+
     def end_step(self) -> None:
         """See BlockManager."""
         self._keep_in_touch()

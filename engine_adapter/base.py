@@ -131,6 +131,10 @@ class BlockManager(Protocol):
         """
         ...
 
+    def computing(self, steps: int) -> None:
+        """So many launched steps have not ended. Called before a launch and when a step has ended; never waits."""
+        ...
+
     def end_step(self) -> None:
         """Once a step, after its kernels have completed and its commits are in: send what changed. Never waits."""
         ...

@@ -72,6 +72,10 @@ class Copier(Protocol):
         """Takes a batch back. True: nothing of it is ever copied, and `done` is never called. False: too late."""
         ...
 
+    def computing(self, steps: int) -> None:
+        """So many steps of the engine are under way: copies leave it the multiprocessors. Any thread; never waits."""
+        ...
+
     def close(self, timeout_s: float) -> None:
         """Finishes what was taken and ends. After it no memory is touched."""
         ...
@@ -128,6 +132,9 @@ class TwinCopier:
             queue.remove(batch)
             self._waiting[batch.direction] -= len(batch.sources)
         return True
+
+    def computing(self, steps: int) -> None:
+        """See Copier. There are none."""
 
     def close(self, timeout_s: float = 10.0) -> None:
         """See Copier."""

@@ -129,12 +129,12 @@ class Lanes:
     ) -> None:
         self._driver = driver
         urgent = 1.0 if direction is Direction.LOAD else 0.0
-        ways = (route.large, route.staged, route.small)
+        ways = (route.large, route.staged, route.small, route.beside)
         streams = [
             [driver.create_stream(urgent=urgent) for _ in range(max(lane.streams for lane in beside if lane))]
             for beside in zip_longest(*ways)
         ]
-        self.large, self.staged, self.small = (
+        self.large, self.staged, self.small, self.beside = (
             tuple(
                 OpenLane(driver, host, direction, lane, own, kernel)
                 for lane, own in zip(lanes, streams, strict=False)
@@ -152,7 +152,7 @@ class Lanes:
         """Ends them; nothing is under way. Again: nothing."""
         streams, self._streams = self._streams, []
         self._driver.destroy(streams=streams, events=[])
-        for lane in (*self.large, *self.staged, *self.small):
+        for lane in (*self.large, *self.staged, *self.small, *self.beside):
             lane.close()
 
 

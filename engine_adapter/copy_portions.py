@@ -64,7 +64,7 @@ def host_side(batch: CopyBatch) -> U64:
 
 
 class Planner:
-    """Of one direction. Any thread."""
+    """Of one direction. Any thread. `computing`: whether the engine computes; set by anybody."""
 
     def __init__(
         self, host: PinnedHost, direction: Direction, route: Route, limits: CopyLimits, lanes: Lanes
@@ -74,6 +74,7 @@ class Planner:
         self._route = route
         self._limits = limits
         self._lanes = lanes
+        self.computing = False
 
     def portions(self, batch: CopyBatch, first_bytes: int) -> Iterator[Portion]:
         """Planned as they are asked for. At least one, which is empty for an empty batch.
@@ -101,9 +102,10 @@ class Planner:
     def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
         """A range of a batch's blocks by lanes."""
         limits, route, nbytes = self._limits, self._route, batch.nbytes
+        beside = self.computing and self._lanes.beside
         sources, targets = batch.sources[part.start : part.stop], batch.targets[part.start : part.stop]
         cut: list[tuple[Sequence[OpenLane], Pieces]] = []
-        if self._lanes.staged and nbytes < route.staged_below_bytes:
+        if self._lanes.staged and not beside and nbytes < route.staged_below_bytes:
             long, short = self._split(sources, targets, nbytes, route.staged_below_bytes)
             host = short.sources if self._direction is Direction.LOAD else short.targets
             together, rest = staged(
@@ -113,7 +115,7 @@ class Planner:
             sources, targets = rest.sources, rest.targets
         if len(sources):
             large, small = self._split(sources, targets, nbytes, route.large_from_bytes)
-            cut += (self._lanes.large, large), (self._lanes.small, small)
+            cut += (self._lanes.large, large), (beside or self._lanes.small, small)
         for lanes, pieces in cut:
             most = min((limits.portion_copies, *(lane.max_pieces for lane in lanes)))
             bound = min((limits.portion_bytes, *(lane.max_bytes for lane in lanes)))

@@ -87,6 +87,12 @@ class CudaCopier:
         """See Copier."""
         return self._ways[batch.direction].cancel(batch)
 
+    def computing(self, steps: int) -> None:
+        """See Copier."""
+        self._host.computing = steps > 0
+        for way in self._ways:
+            way.planner.computing = steps > 0
+
     def close(self, timeout_s: float = 10.0) -> None:
         """See Copier. What was not issued by then is dropped; what was issued is waited for, since it is under way."""
         deadline = time.monotonic() + timeout_s
@@ -135,7 +141,7 @@ class _Way:
         self._route = route
         self._limits = limits
         self._lanes = Lanes(driver, host, direction, route, kernel)
-        self._planner = Planner(host, direction, route, limits, self._lanes)
+        self.planner = Planner(host, direction, route, limits, self._lanes)
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # of the issuing thread: batches, room
         self._landing = threading.Condition(lock)  # of the finishing thread: flights
@@ -223,7 +229,7 @@ class _Way:
 
     def _begin(self, batch: CopyBatch) -> None:
         """Issues the first portion on the caller's thread, which has claimed the lanes; leaves the rest."""
-        rest = self._planner.portions(batch, self._limits.first_bytes)
+        rest = self.planner.portions(batch, self._limits.first_bytes)
         try:
             with self._driver.current():
                 first = next(rest)
@@ -279,7 +285,7 @@ class _Way:
                 return begun
             batch = self._queue.popleft()
         self._follow(batch)
-        return batch, self._planner.portions(batch, self._limits.portion_bytes)
+        return batch, self.planner.portions(batch, self._limits.portion_bytes)
 
     def _follow(self, batch: CopyBatch) -> None:
         """What is issued from now on comes after the event that a batch names."""

@@ -86,6 +86,10 @@ class GroupCopier:
         """See Copier. Always too late."""
         return False
 
+    def computing(self, steps: int) -> None:
+        """See Copier. Members know of their own steps."""
+        self._own.computing(steps)
+
     def copied(self, number: int) -> None:
         """A member has completed its part of a message's blocks."""
         with self._lock:

@@ -192,8 +192,12 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Fills this process's page tables for a mapping ahead of use, without the GIL. Best effort: old kernels refuse."""
-    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+    """Fills this process's page tables for mapped memory ahead of use, without the GIL.
+
+    Where the kernel has no call for it, pages are read, and some kernels map them for writing only later.
+    """
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0 and ctypes.get_errno() == errno.EINVAL:
+        np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))[::PAGE_BYTES].max()
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -91,6 +91,7 @@ class CudaRunner:
                 self._model.logits(token_ids, self._passes.rehearsal(num_rows), token_ids[:1])
             for size in reversed(self._sizes):
                 self._graph(size)
+            self._buffers.rehearse()
             self._queue.record().synchronize()
 
     def drop_graphs(self) -> None:
@@ -157,7 +158,9 @@ class CudaRunner:
         chosen = b.chosen.index_select(0, sources.clamp(min=0))
         token_ids = torch.where(sources >= 0, chosen, b.token_ids[:size])
         logits = self._model.logits(token_ids, self._passes.decode(b.decode.first(size)), None)
-        self._logits[:size].copy_(logits)
+        torch.add(
+            logits, 0.0, out=self._logits[:size]
+        )  # not `copy_`: that may take a copy engine, as stores do
         self._choose(logits)
 
     def _mixed(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:

@@ -261,6 +261,7 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
+        self._blocks.computing(len(self._in_flight) + 1)
         step = self._runner.launch(chunks, tables)
         self._scheduler.launched(chunks)
         sampling = [self._live[chunk.request.id].params for chunk in chunks if chunk.samples]
@@ -271,6 +272,7 @@ class Engine:
         """Wait for the oldest launched step and take in what it computed: nothing is committed before that."""
         ended = self._in_flight.popleft()
         ended.step.wait()
+        self._blocks.computing(len(self._in_flight))
         fault("step.done")
         useful = self._scheduler.complete(ended.chunks, self._choose(ended))
         return [self._accept(self._live[c.request.id], c.request.tokens[c.end], c.end) for c in useful]

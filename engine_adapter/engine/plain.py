@@ -76,6 +76,9 @@ class PlainBlockManager:
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
         """See BlockManager. Nothing is cached here."""
 
+    def computing(self, steps: int) -> None:
+        """See BlockManager. Nothing is copied."""
+
     def end_step(self) -> None:
         pass  # nobody to tell
 

@@ -44,6 +44,7 @@ class StepBuffers:
         self, queue: Queue, device: torch.device, *, max_running: int, max_pages: int, depth: int
     ) -> None:
         """`depth`: steps that may be in flight while another one is launched."""
+        self._queue = queue
         self._stagings = [
             Staging(queue, max_rows=max_running, table_size=max_running * max_pages) for _ in range(depth + 1)
         ]
@@ -78,9 +79,17 @@ class StepBuffers:
         self.sources.fill_(-1)
         self.decode.seq_of_row.fill_(-1)
 
+    def rehearse(self) -> None:
+        """Send padding rows and fetch nothing of use, so that no step waits for what copies them to be compiled."""
+        staging = self.next_staging()
+        self.clear_rows()
+        self._queue.copy(staging.rows, self._fields)
+        self.send_rows(staging)
+        self.fetch_chosen(staging, 1)
+
     def send_rows(self, staging: Staging) -> None:
         """Queue the copy of all row fields."""
-        self._fields.copy_(staging.rows, non_blocking=True)
+        self._queue.copy(self._fields, staging.rows)
 
     def send_tables(self, staging: Staging, tables: list[NDArray[np.int32]], versions: list[object]) -> None:
         """Queue the copy of those block tables whose `versions` differ from what was sent for that row before."""
@@ -95,10 +104,10 @@ class StepBuffers:
             self._sent[row] = versions[row]
         staging.table_rows.numpy()[: len(changed)] = changed
         there, rows = self._packed[:size], self._packed_rows[: len(changed)]
-        there.copy_(staging.tables[:size], non_blocking=True)
-        rows.copy_(staging.table_rows[: len(changed)], non_blocking=True)
+        self._queue.copy(there, staging.tables[:size])
+        self._queue.copy(rows, staging.table_rows[: len(changed)])
         self.decode.block_tables[:, :width].index_copy_(0, rows.long(), there.view(len(changed), width))
 
     def fetch_chosen(self, staging: Staging, count: int) -> None:
         """Queue the copy of the first `count` chosen tokens to the host."""
-        staging.chosen[:count].copy_(self.chosen[:count], non_blocking=True)
+        self._queue.copy(staging.chosen[:count], self.chosen[:count])

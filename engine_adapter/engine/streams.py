@@ -37,6 +37,10 @@ class Queue(Protocol):
         """Host memory of `size` int32 that copies to and from the device need not wait for."""
         ...
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of a few contiguous int32 between a staging and the device, behind no copies of blocks."""
+        ...
+
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """What queues `body`'s kernels again, over the same tensors. Runs `body` before it returns.
 
@@ -65,6 +69,10 @@ class HostQueue:
         """See Queue."""
         return torch.zeros(size, dtype=torch.int32)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See Queue."""
+        target.copy_(source)
+
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """See Queue."""
         body()
@@ -76,9 +84,13 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         """Waits for what torch's default stream has queued: weights are made there, and this one is not behind it."""
+        from engine_adapter.engine.kernels.words import copy_words  # Triton is on GPU machines alone
+
         torch.cuda.synchronize(device)
+        self._copy_words = copy_words
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Before the kernels of stores, which have the lowest priority, as torch's streams have by default.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
@@ -96,6 +108,10 @@ class CudaQueue:
     def staging(self, size: int) -> Tensor:
         """See Queue."""
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See Queue."""
+        self._copy_words(target, source)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """See Queue. Kernels are compiled and libraries make their workspaces in two runs before the capture."""

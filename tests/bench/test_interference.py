@@ -80,19 +80,25 @@ def test_a_route_is_measured_with_its_limits(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(copy_sides.TwinBed, "copier", copier)
     name = "engine, short queue"
     result = measure(replace(TINY, routes={64 * KIB: (name,)}), lambda _: None, device="cpu", decode="graph")
-    assert [(cell.route, cell.rate) for cell in result.cells][2:] == [(name, Rate.SATURATING)]
-    assert asked == [(None, None), (None, None), (candidates()[name], LIMITS[name])]
+    assert [(cell.route, cell.rate) for cell in result.cells][3:] == [(name, Rate.SATURATING)]
+    assert asked == [(None, None), (None, None), (None, None), (candidates()[name], LIMITS[name])]
 
 
 def test_both_rates_are_held_to_the_bounds_and_older_results_are_saturating() -> None:
     cell = {"slot_bytes": 256 * KIB, "route": "default", "slowdown": 0.5, "stored_gb_per_s": 50.0}
-    cells = [{**cell, "rate": "sealed"}, cell, {**cell, "route": "bulk 4", "rate": "saturating"}]
+    cells = [
+        {**cell, "rate": "sealed"},
+        cell,
+        {**cell, "route": "bulk 4", "rate": "saturating"},
+        {**cell, "rate": "loading"},
+    ]
     slower = figures({"device": "cuda:0", "cells": cells})[::2]
-    assert [figure.bound for figure in slower] == [0.03, 0.03, None]
+    assert [figure.bound for figure in slower] == [0.03, 0.03, None, None]
     assert [figure.name.split(", ")[2].split(":")[0] for figure in slower] == [
         "sealed",
         "saturating",
         "saturating",
+        "loading",
     ]
 
 
@@ -100,13 +106,13 @@ def test_both_rates_are_held_to_the_bounds_and_older_results_are_saturating() ->
 def test_decode_is_measured_with_and_without_stores(decode: str) -> None:
     result = asdict(measure(TINY, lambda _: None, device="cpu", decode=decode))
     assert result["decode"].startswith(decode)
-    assert [cell["rate"] for cell in result["cells"]] == [Rate.SEALED, Rate.SATURATING]
+    assert [cell["rate"] for cell in result["cells"]] == list(Rate)
     for cell in result["cells"]:
         assert (cell["slot_bytes"], cell["route"]) == (64 * KIB, "default")
         assert cell["quiet_tokens_per_s"] > 0
         assert cell["storing_tokens_per_s"] > 0
         assert cell["slowdown"] < 1
-    assert len(figures(result)) == 4
+    assert len(figures(result)) == 6
     assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-copier"]
 
 

@@ -135,9 +135,11 @@ def twin_rig() -> Iterator[HostRig]:
 
 
 @contextmanager
-def fake_rig(*, limits: CopyLimits = SMALL_LIMITS, small: Lane | None = None) -> Iterator[HostRig]:
+def fake_rig(
+    *, limits: CopyLimits = SMALL_LIMITS, small: Lane | None = None, beside: tuple[Lane, ...] = ()
+) -> Iterator[HostRig]:
     driver = FakeDriver()
-    route = Route(small=(small or Lane(kernel=KERNEL),))
+    route = Route(small=(small or Lane(kernel=KERNEL),), beside=beside)
     copier = CudaCopier(
         0, limits=limits, routes=dict.fromkeys(Direction, route), driver=driver, kernel=FakeKernel
     )

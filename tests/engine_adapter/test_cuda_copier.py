@@ -78,6 +78,20 @@ def test_small_blocks_take_the_kernel_and_see_device_addresses(direction: Direct
 
 
 @DIRECTIONS
+def test_small_blocks_leave_the_multiprocessors_to_an_engine_that_computes(direction: Direction) -> None:
+    """Stores of 64 KiB by a kernel made decode 85 % slower."""
+    with fake_rig(limits=CopyLimits(max_blocks=100), beside=(Lane(),)) as rig:
+        blocks = random_blocks(40, 4 * KIB)
+        source, target = sides(rig, direction, blocks)
+        order = np.random.default_rng(1).permutation(40)
+        for steps, batches, launches in ((1, [40], []), (2, [40, 40], []), (0, [40, 40], [40])):
+            rig.copier.computing(steps)
+            copied(rig, direction, scattered(source, order), target)
+            assert (target.read() == blocks[order]).all()
+            assert (driver_of(rig).batches, driver_of(rig).launches) == (batches, launches)
+
+
+@DIRECTIONS
 def test_runs_and_large_blocks_take_the_copy_engines(direction: Direction) -> None:
     with fake_rig(limits=CopyLimits()) as rig:
         blocks = random_blocks(64, 16 * KIB)

@@ -25,6 +25,9 @@ class Own:
     def cancel(self, batch: CopyBatch) -> bool:
         return True
 
+    def computing(self, steps: int) -> None:
+        self.steps = steps
+
     def close(self, timeout_s: float) -> None:
         self.closed = True
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine_adapter import pinned_host
 from engine_adapter.copier import Direction
 from engine_adapter.pinned_host import PinnedHost
 from kvstore.errors import KvstoreError
@@ -192,6 +193,31 @@ def test_close_waits_for_what_is_under_way_and_begins_nothing_more(
     for start in (*STARTS, 0x50000):
         host.unregister(start)
     assert driver.pinned == {}
+
+
+def test_pinning_ahead_rests_while_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches wait for the driver while it pins: the first prompt after a start took 8 s instead of 0.2 s."""
+    monkeypatch.setattr(pinned_host, "_RESTS", 1e9)
+
+    class Timed(FakeDriver):
+        def register(self, address: int, nbytes: int) -> int:
+            time.sleep(0.001)
+            return super().register(address, nbytes)
+
+    driver = Timed()
+    host = PinnedHost(driver, settle_s=0.0)  # type: ignore[arg-type]
+    host.computing = True
+    for start in STARTS:
+        host.register(start, RANGE)
+    host.pin_ahead()
+    until(lambda: list(driver.pinned) == [STARTS[0]])
+    time.sleep(0.05)
+    assert list(driver.pinned) == [STARTS[0]]
+    host.pin(at(STARTS[2]))
+    assert list(driver.pinned) == [STARTS[0], STARTS[2]], "a copy does not wait for the engine"
+    host.computing = False
+    until(lambda: set(driver.pinned) == set(STARTS))
+    host.close()
 
 
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.name.lower())

@@ -11,6 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 from engine_adapter.engine.kernels.activation import silu_mul  # noqa: E402
 from engine_adapter.engine.kernels.norm import add_rms_norm, rms_norm  # noqa: E402
+from engine_adapter.engine.kernels.words import copy_words  # noqa: E402
 from tests.gpu.paged import error  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -39,3 +40,15 @@ def test_silu_mul(rows: int, size: int) -> None:
     out = torch.full((rows, size), float("nan"), dtype=BF16, device="cuda")
     assert silu_mul(gate_up, out) is out
     assert error(out, functional.silu(gate) * up) < 6e-3
+
+
+@pytest.mark.parametrize("size", [1, 5, 640, 1024, 40_000])
+def test_words_go_to_the_device_and_back_through_pinned_memory(size: int) -> None:
+    source = torch.randint(-(2**31), 2**31 - 1, (size,), dtype=torch.int32).pin_memory()
+    there = torch.zeros(size, dtype=torch.int32, device="cuda")
+    back = torch.zeros(size, dtype=torch.int32).pin_memory()
+    copy_words(there, source)
+    copy_words(back, there)
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), source)
+    assert torch.equal(back, source)

@@ -93,6 +93,9 @@ class CheckingCopier:
     def cancel(self, batch: CopyBatch) -> bool:
         return self._inner.cancel(batch)
 
+    def computing(self, steps: int) -> None:
+        self._inner.computing(steps)
+
     def close(self, timeout_s: float) -> None:
         self._inner.close(timeout_s)
 

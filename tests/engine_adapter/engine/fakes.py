@@ -34,6 +34,7 @@ class PrefixCacheBlocks:
         self.queued: dict[RequestId, list[int]] = {}
         self.computed_tokens = 0
         self.calls: list[str] = []
+        self.under_way: list[int] = []
         self.wrong: list[tuple[int, str]] = []
 
     def kv_pages(self) -> Pages:
@@ -123,6 +124,9 @@ class PrefixCacheBlocks:
         key = self.tables[request].keys[block]
         self.sealed.pop(key, None)
         self.wrong.append((block, detail))
+
+    def computing(self, steps: int) -> None:
+        self.under_way.append(steps)
 
     def end_step(self) -> None:
         self.calls.append("end_step")

@@ -238,6 +238,16 @@ def test_the_engine_waits_only_when_nothing_can_run(tiny_model: LoadedModel) -> 
     assert blocks.steps == 4 + 10
 
 
+def test_the_block_manager_hears_of_steps_before_their_launch_and_of_their_end(
+    tiny_model: LoadedModel,
+) -> None:
+    """Copies beside a step go another way."""
+    page_bytes = tiny_model.config.page_bytes(BLOCK, 4)
+    blocks = PrefixCacheBlocks(num_pages=8, page_bytes=page_bytes, block_tokens=BLOCK)
+    Engine(tiny_model, blocks, EngineSettings()).generate([[1, 2, 3]], TEN)
+    assert blocks.under_way == [1, 0] * 10
+
+
 class Suspicious(PrefixCacheBlocks):
     """Looks at the bytes of what is committed: pages begin as NaN, so what no kernel wrote is seen."""
 
