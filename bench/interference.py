@@ -4,8 +4,8 @@ Decode is the bundled engine over pages of random numbers (`engine`), or what su
 the engine around it (`graph`: a CUDA graph of products and reductions in the shape of an 8B model). Phases with and
 without stores take turns, and which goes first changes; the slowdown is the median over the rounds of 1 - tokens/s with
 stores / tokens/s without. Two rates of stores: `sealed`, what this decode fills itself, as a worker that writes through
-stores it, and `saturating`, whatever the copier reaches without a pause; what was reached is stated. `loading` is a load
-without a pause instead, as of prompts that come while others decode. The copier hears of steps as that of a worker does.
+stores it, and `saturating`, whatever the copier reaches without a pause; what was reached is stated. `loading` is loads
+without a pause instead, as of prompts that come while others decode. The copier hears of steps as a worker's does.
 """
 
 from __future__ import annotations

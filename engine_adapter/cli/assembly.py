@@ -136,6 +136,7 @@ def _one_device(
         tell("the rest of attaching")
         blocks = pending.result()
         beside(pending.times())
+        tell("making the engine")
         yield _Loaded(engine=Engine(model, blocks, settings), settle=pending.settle)
 
 
