@@ -62,7 +62,12 @@ class FilledBlocks:
         """See BlockManager."""
         return self._view
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
+    def enqueue(
+        self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32], *, ahead: int = 0
+    ) -> None:
+        """See BlockManager."""
+
+    def prepare(self, request: RequestId) -> None:
         """See BlockManager."""
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:

@@ -6,7 +6,7 @@ arrived since and never waits; an answer that holds some blocks but not all is g
 which wait hinder nobody. Decoding takes pages from the session's credit: no answer is awaited in a step. A block is
 sealed once its tokens are final and its kernels are done, under the hash of all tokens up to its end.
 
-One engine thread. The session's and the copier's threads come in only through `_Load.loaded` and `WriteThrough`.
+One engine thread. The session's and the copier's threads come in only through `Load.loaded` and `WriteThrough`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from numpy.typing import NDArray
 
 from engine_adapter.absence import Absence
 from engine_adapter.adoption import Adoption
+from engine_adapter.ahead import LoadAhead
 from engine_adapter.base import Admission, Pages, RequestId
-from engine_adapter.copier import Copier, CopyBatch, Direction
-from engine_adapter.write_through import WriteThrough, copies
+from engine_adapter.copier import Copier
+from engine_adapter.loads import Load
+from engine_adapter.pace import Pace
+from engine_adapter.write_through import WriteThrough
 from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
 from kvstore.errors import Unavailable
 from kvstore.identity import HashChain
@@ -53,16 +56,6 @@ class _Phase(IntEnum):
 
 
 @dataclass(slots=True)
-class _Load:
-    """A copy from DRAM that an admission waits for. It has references of its own to the slots it names."""
-
-    sources: SlotRun
-    targets: SlotRun
-    batch: CopyBatch | None = None  # once the copier has taken it
-    loaded: bool = False  # set by the copier's thread
-
-
-@dataclass(slots=True)
 class _Request:
     lease: int
     chain: HashChain
@@ -76,7 +69,7 @@ class _Request:
     seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed
     private: bool = False  # it has asked for slots of its own for blocks that others are computing
     grant: PendingGrant | None = None
-    load: _Load | None = None
+    load: Load | None = None  # that its admission waits for
     admission: Admission | None = None
     slots: _U32 = field(default_factory=lambda: _NO_SLOTS)  # block table, as slots
     pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
@@ -115,6 +108,8 @@ class KvstoreBlockManager:
         self._by_lease: dict[int, _Request] = {}
         self._leases = count(1)
         self._num_admitted = 0
+        self._pace = Pace()
+        self._ahead = LoadAhead(session, self._namespace, copier, clock)
         self.write_through = WriteThrough(
             session, copier, max_backlog_blocks=max(64, session.hbm.num_pages // 4)
         )
@@ -143,8 +138,10 @@ class KvstoreBlockManager:
 
     # ------------------------------------------------------------ waiting requests
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
-        """See BlockManager."""
+    def enqueue(
+        self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32], *, ahead: int = 0
+    ) -> None:
+        """See BlockManager. The store is told where it has something for the request, so that it stays or comes up."""
         chain = self._namespace.chain(token_ids)
         cap_blocks = min((len(token_ids) - 1) // self.block_tokens, self._session.max_message_blocks)
         prompt = chain.hashes[:cap_blocks]
@@ -155,8 +152,16 @@ class KvstoreBlockManager:
             found=self._session.match(self._namespace, prompt).tiers,
         )
         self._requests[request] = self._by_lease[entry.lease] = entry
-        if (entry.found == Tier.NVME).any():
-            self._session.prefetch(self._namespace, entry.lease, prompt)
+        if (entry.found == Tier.NVME).any() or (ahead and len(entry.found)):
+            now = self._clock()
+            in_ms = max(1, int((self._pace.expect(now, ahead) - now) * 1000))
+            self._session.prefetch(self._namespace, entry.lease, prompt, deadline_ms=in_ms)
+
+    def prepare(self, request: RequestId) -> None:
+        """See BlockManager."""
+        entry = self._requests[request]
+        if entry.phase is _Phase.QUEUED:
+            self._ahead.begin(request, entry.lease, entry.chain.hashes[: entry.cap_blocks])
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
         """See BlockManager."""
@@ -169,7 +174,10 @@ class KvstoreBlockManager:
             self._take_answer(entry, num_tokens)
         if entry.phase is _Phase.LOADING:
             self._finish_load(entry)
-        return entry.admission if entry.phase is _Phase.ADMITTED else None
+        if entry.phase is not _Phase.ADMITTED:
+            return None
+        self._ahead.end(request)
+        return entry.admission
 
     def _ask(self, entry: _Request, num_tokens: int) -> None:
         now = self._clock()
@@ -225,6 +233,7 @@ class KvstoreBlockManager:
 
     def _find_slots(self) -> None:
         """A request lacks slots: lets go of those that this engine has and does not use."""
+        self._ahead.yield_pages()
         self.write_through.shed(_MAX_UNUSED_S)
         until = self._clock() - _MAX_UNUSED_S
         for entry in self._requests.values():
@@ -253,39 +262,17 @@ class KvstoreBlockManager:
         entry.admission = self._admission(entry, grant.outcomes[: entry.sealed_blocks])
         entry.phase = _Phase.LOADING
         if in_dram.any():
-            entry.load = _Load(
-                sources=SlotRun(slots=grant.dram_slots[in_dram], generations=grant.dram_generations[in_dram]),
-                targets=SlotRun(slots=grant.hbm_slots[in_dram], generations=grant.hbm_generations[in_dram]),
+            entry.load = Load(
+                self._session,
+                SlotRun(slots=grant.dram_slots[in_dram], generations=grant.dram_generations[in_dram]),
+                SlotRun(slots=grant.hbm_slots[in_dram], generations=grant.hbm_generations[in_dram]),
             )
-            self._session.share_hbm(entry.load.targets.slots)
-
-    def _batch(self, load: _Load) -> CopyBatch:
-        session, sources, targets = self._session, load.sources, load.targets
-
-        def done() -> None:
-            session.step(
-                loads=copies(sources, targets), dropped_hbm=targets.slots, dropped_dram=sources.slots
-            )
-            load.loaded = True
-            session.notify()
-
-        return CopyBatch(
-            direction=Direction.LOAD,
-            sources=session.dram.address_of(sources.slots),
-            targets=session.hbm.address_of(targets.slots),
-            nbytes=session.hbm.slot_bytes,
-            done=done,
-            hbm_slots=targets.slots,
-            dram_slots=sources.slots,
-        )
 
     def _finish_load(self, entry: _Request) -> None:
-        load = entry.load
-        if load is not None and load.batch is None:
-            batch = self._batch(load)
-            load.batch = batch if self._copier.submit(batch) else None
-        if load is not None and not load.loaded:
-            return
+        if entry.load is not None:
+            entry.load.submit(self._copier)
+            if not entry.load.loaded:
+                return
         entry.load = None
         if entry.lost:
             self._start_again(entry)
@@ -307,6 +294,7 @@ class KvstoreBlockManager:
     def _admit(self, entry: _Request) -> None:
         entry.phase = _Phase.ADMITTED
         self._num_admitted += 1
+        self._pace.let_in(self._clock(), len(self._requests) - self._num_admitted)
 
     def _admission(self, entry: _Request, outcomes: NDArray[np.uint8]) -> Admission:
         """Where each hit was found: on disk, where a prefetch has brought it up since it was enqueued."""
@@ -335,6 +323,7 @@ class KvstoreBlockManager:
             return True
         run = self._session.take_credit(missing)
         if run is None:
+            self._ahead.yield_pages()
             self._session.want_credit(missing)
             return False
         self._cover(entry, run.slots)
@@ -357,15 +346,15 @@ class KvstoreBlockManager:
         if entry is None:
             return
         del self._by_lease[entry.lease]
+        self._ahead.end(request)
         if entry.grant is not None:
             entry.grant.abandon()
         if entry.phase is _Phase.ADMITTED:
             self._num_admitted -= 1
         else:
             self._session.cancel(entry.lease)
-        load = entry.load
-        if load is not None and (load.batch is None or self._copier.cancel(load.batch)):
-            self._session.stage(dropped_hbm=load.targets.slots, dropped_dram=load.sources.slots)
+        if entry.load is not None:
+            entry.load.withdraw(self._copier)
         self._session.stage(dropped_hbm=entry.slots)
 
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
@@ -396,6 +385,7 @@ class KvstoreBlockManager:
 
     def _keep_in_touch(self) -> None:
         self.adoption.poll()
+        self._ahead.poll()
         self._session.step()
         self._absorb_events()
         self._absence.note(self._session.available)

@@ -87,10 +87,19 @@ class BlockManager(Protocol):
         """The whole pool; the same place for the manager's life."""
         ...
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
+    def enqueue(
+        self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32], *, ahead: int = 0
+    ) -> None:
         """The request waits to be scheduled: hash it and start prefetching. Takes no lease and no page.
 
-        `token_ids` is the engine's own growing list, or the same as an array: copy what is kept.
+        `token_ids` is the engine's own growing list, or the same as an array: copy what is kept. `ahead`: requests that
+        are to be admitted before it, as far as is known; with the pace of admissions that gives prefetch a deadline.
+        """
+        ...
+
+    def prepare(self, request: RequestId) -> None:
+        """An enqueued request is among the next to be admitted, and none before it lacks pages: load what of its prefix
+        is in memory already. May be said at every step, and may do nothing; hinders nobody. Never waits.
         """
         ...
 

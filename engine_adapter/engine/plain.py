@@ -32,8 +32,13 @@ class PlainBlockManager:
     def kv_pages(self) -> Pages:
         return self._pages
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32]) -> None:
+    def enqueue(
+        self, request: RequestId, token_ids: Sequence[int] | NDArray[np.uint32], *, ahead: int = 0
+    ) -> None:
         pass  # nothing to prefetch
+
+    def prepare(self, request: RequestId) -> None:
+        pass  # nothing to load
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
         if request in self._tables:

@@ -14,6 +14,7 @@ that step is complete, whatever became of the request meanwhile.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from engine_adapter.engine.request import UNKNOWN, Chunk, Request
 from kvstore.errors import Unavailable
 
 __all__ = ["Refused", "Scheduler", "SchedulerConfig", "SchedulerStats"]
+
+_PREPARED = 4
+"""Requests at the front of the queue whose prefix is loaded while others have the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,10 @@ class Scheduler:
         """
         if len(self._waiting) >= self._config.max_waiting:
             return False
+        full = len(self._running) >= self._config.max_running
+        ahead = len(self._waiting) + (1 if full else 0)
         self._waiting.append(request)
-        self._blocks.enqueue(request.id, request.tokens if packed is None else packed)
+        self._blocks.enqueue(request.id, request.tokens if packed is None else packed, ahead=ahead)
         return True
 
     def remove(self, request: Request) -> None:
@@ -235,4 +241,7 @@ class Scheduler:
             request.passed_over = 0
             self._running.append(request)
             budget -= self._add_chunk(chunks, request, budget)
+        if not passed_over:
+            for request in islice(self._waiting, _PREPARED):
+                self._blocks.prepare(request.id)
         self._waiting.extendleft(reversed(passed_over))

@@ -198,10 +198,10 @@ class HeldCopier(TwinCopier):
         self.submitted += 1
         return super().submit(batch)
 
-    def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:  # type: ignore[override]
+    def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:
         self.began.set()
         assert self.go.wait(20)
-        TwinCopier._copy(batch, begin, end)
+        super()._copy(batch, begin, end)
 
 
 @pytest.mark.parametrize("state", ["queued", "asked", "waiting", "loading", "admitted", "filled", "sealed"])

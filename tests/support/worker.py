@@ -178,7 +178,9 @@ class Worker:
         )
         request.chain.extend(tokens)
         self._live.append(request)
-        self._blocks.enqueue(request.id, tokens)
+        self._blocks.enqueue(request.id, tokens, ahead=sum(not live.admitted for live in self._live) - 1)
+        if request.number % 4 == 0:
+            self._blocks.prepare(request.id)
         self._counts.requests += 1
 
     def _end_early(self, request: Running) -> None:

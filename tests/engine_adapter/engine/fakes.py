@@ -36,14 +36,21 @@ class PrefixCacheBlocks:
         self.calls: list[str] = []
         self.under_way: list[int] = []
         self.wrong: list[tuple[int, str]] = []
+        self.ahead: dict[RequestId, int] = {}
+        self.prepared: list[RequestId] = []
 
     def kv_pages(self) -> Pages:
         return pages_of(self.memory)
 
-    def enqueue(self, request: RequestId, token_ids: Sequence[int]) -> None:
+    def enqueue(self, request: RequestId, token_ids: Sequence[int], *, ahead: int = 0) -> None:
         self.calls.append("enqueue")
+        self.ahead[request] = ahead
         assert request not in self.tables
         self.queued[request] = list(token_ids)
+
+    def prepare(self, request: RequestId) -> None:
+        assert request in self.queued
+        self.prepared.append(request)
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
         self.calls.append("admit")

@@ -183,6 +183,10 @@ class Refusing(PlainBlockManager):
     """Admits only requests whose id is not in `refused`."""
 
     refused: set[str]
+    prepared: tuple[str, ...] = ()
+
+    def prepare(self, request: RequestId) -> None:
+        self.prepared += (request,)
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
         return None if request in self.refused else super().admit(request, num_tokens)
@@ -231,6 +235,41 @@ def test_waiting_requests_keep_their_order_when_passed_over() -> None:
     driver.step()
     blocks.refused.clear()
     assert [chunk.request.id for chunk in driver.step()] == ["d", "a", "b", "c"]
+
+
+def test_requests_say_how_many_run_before_them() -> None:
+    blocks = cache()
+    driver = Driver(scheduler(blocks, max_running=2), answer=3)
+    for name in "abc":
+        driver.subject.add(request(name, [ord(name)] * 20))
+    assert list(blocks.ahead.values()) == [0, 1, 2]
+    driver.step()
+    driver.subject.add(request("d", 20))
+    assert blocks.ahead[RequestId("d")] == 2  # c, and whoever makes room for it
+    driver.run()
+
+
+def test_the_front_of_the_queue_is_prepared_while_others_have_the_step() -> None:
+    """Nothing of a waiting request was loaded before there was a place for it, and then the step went without it."""
+    blocks = cache()
+    driver = Driver(scheduler(blocks, max_running=1), answer=3)
+    for number in range(7):
+        driver.subject.add(request(f"r{number}", [number] * 20))
+    driver.step()
+    assert blocks.prepared == ["r1", "r2", "r3", "r4"]
+    driver.run()
+
+
+def test_nothing_is_prepared_behind_a_request_that_lacks_something() -> None:
+    blocks = refusing("a")
+    driver = Driver(scheduler(blocks, max_running=1), answer=9)
+    for name in "abc":
+        driver.subject.add(request(name, 20))
+    driver.step()
+    assert blocks.prepared == ()
+    blocks.refused.clear()
+    driver.step()
+    assert blocks.prepared == ("b", "c")
 
 
 def test_queues_and_questions_are_bounded() -> None:

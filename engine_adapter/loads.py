@@ -1,0 +1,54 @@
+"""Copies from DRAM to HBM for one request, from the grant that named the slots to their end.
+
+Made and used on the engine's thread; `loaded` is set by the copier's.
+"""
+
+from __future__ import annotations
+
+from engine_adapter.copier import Copier, CopyBatch, Direction
+from engine_adapter.write_through import copies
+from kvstore.client import Session, SlotRun
+
+__all__ = ["Load"]
+
+
+class Load:
+    """Blocks on their way up. It has references of its own to the HBM slots, and takes over those to the DRAM slots."""
+
+    __slots__ = ("_batch", "_session", "_sources", "_targets", "loaded")
+
+    def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
+        self._session = session
+        self._sources = sources
+        self._targets = targets
+        self._batch: CopyBatch | None = None
+        self.loaded = False
+        session.share_hbm(targets.slots)
+
+    def submit(self, copier: Copier) -> None:
+        """Has it begin, unless it has begun; the copier may be full: then ask again."""
+        if self._batch is None:
+            batch = CopyBatch(
+                direction=Direction.LOAD,
+                sources=self._session.dram.address_of(self._sources.slots),
+                targets=self._session.hbm.address_of(self._targets.slots),
+                nbytes=self._session.hbm.slot_bytes,
+                done=self._done,
+                hbm_slots=self._targets.slots,
+                dram_slots=self._sources.slots,
+            )
+            self._batch = batch if copier.submit(batch) else None
+
+    def withdraw(self, copier: Copier) -> None:
+        """Nobody needs it: it is taken back where nothing of it has begun."""
+        if self._batch is None or copier.cancel(self._batch):
+            self._session.stage(dropped_hbm=self._targets.slots, dropped_dram=self._sources.slots)
+
+    def _done(self) -> None:
+        self._session.step(
+            loads=copies(self._sources, self._targets),
+            dropped_hbm=self._targets.slots,
+            dropped_dram=self._sources.slots,
+        )
+        self.loaded = True
+        self._session.notify()
