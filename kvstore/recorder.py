@@ -67,6 +67,8 @@ class Event(IntEnum):
     LOADED = 22
     STORED = 23
     PREFETCH = 24
+    PLAN = 25
+    TIER_USE = 26
     DROP = 30
     CLEAR = 31
     CONDEMN = 32
@@ -99,6 +101,8 @@ _MEANING: Mapping[Event, tuple[str, str, str, str]] = {
     Event.LOADED: ("session", "", "", ""),
     Event.STORED: ("session", "", "", ""),
     Event.PREFETCH: ("session", "", "", "lease"),
+    Event.PLAN: ("session", "loaded", "tier", "bytes_per_s"),
+    Event.TIER_USE: ("session", "tier", "", ""),
     Event.DROP: ("tier", "ended", "cause", ""),
     Event.CLEAR: ("", "kept", "", "namespace"),
     Event.CONDEMN: ("tier", "", "", ""),
@@ -115,6 +119,7 @@ _MEANING: Mapping[Event, tuple[str, str, str, str]] = {
     Event.EXTENT_DROPPED: ("tier", "extent", "", ""),
 }
 _COUNTED = {
+    Event.TIER_USE: "use",
     Event.RECOVERED: "rows",
     Event.READY: "rows",
     Event.STOPPED: "left",

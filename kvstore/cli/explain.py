@@ -80,6 +80,7 @@ def _as_dict(told: pb.ExplainReply, blocks: int, tokens: int, block_tokens: int)
         "cause": told.cause,
         "detail": told.detail,
         "blocks_by_tier": dict(told.blocks_by_tier),
+        "decision": told.decision,
     }
 
 
@@ -96,6 +97,8 @@ def _show(told: pb.ExplainReply, blocks: int, tokens: int, block_tokens: int) ->
     if told.cause:
         table.add_row("first miss", f"block {format_count(told.cached_blocks)}: {told.cause}")
         table.add_row("", told.detail)
+    if told.decision:
+        table.add_row("last asked for", told.decision)
     Console().print(table)
 
 

@@ -7,6 +7,7 @@ Thread contract: one engine thread calls a session's methods; copiers may call `
 from kvstore.client.attachment import Namespace
 from kvstore.client.connect import Client, connect
 from kvstore.client.credit import SlotRun
+from kvstore.client.decision import Decision, TierChange
 from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant
@@ -17,6 +18,7 @@ from kvstore.client.state import Listener, Targets
 __all__ = [
     "Changed",
     "Client",
+    "Decision",
     "DeviceSpec",
     "DramListener",
     "Event",
@@ -28,5 +30,6 @@ __all__ = [
     "Session",
     "SlotRun",
     "Targets",
+    "TierChange",
     "connect",
 ]

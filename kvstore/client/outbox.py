@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.decision import Decision, TierChange
 from kvstore.client.grant import PendingGrant
 from kvstore.wire.packed import COPY, SEAL
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -62,7 +63,7 @@ class _StepDue:
     """Place in the queue where the merged step leaves."""
 
 
-Item = PendingGrant | Step | Prefetch | Cancel
+Item = PendingGrant | Step | Prefetch | Cancel | Decision | TierChange
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, item: PendingGrant | Prefetch | Cancel) -> None:
+    def put(self, item: PendingGrant | Prefetch | Cancel | Decision | TierChange) -> None:
         """Appends a message."""
         self._queue.append(item)
 
@@ -201,7 +202,7 @@ class Outbox:
             self._unanswered_steps += 1
             if self._unanswered_steps > _MAX_UNANSWERED_STEPS:
                 self._forget_oldest_step()
-        if not isinstance(item, Cancel):
+        if not isinstance(item, Cancel | Decision | TierChange):
             self._sent.append((message_id, item))
         return _encode(message_id, item)
 
@@ -227,6 +228,8 @@ def _encode(message_id: int, item: Item) -> pb.ClientMessage:
                 private_fill=item.private_fill,
             ),
         )
+    if isinstance(item, Decision | TierChange):
+        return item.encode(message_id)
     if isinstance(item, Step):
         return pb.ClientMessage(id=message_id, step=_encode_step(item))
     if isinstance(item, Prefetch):

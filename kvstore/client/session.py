@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.attachment import Attachment, Namespace
 from kvstore.client.credit import SlotRun
+from kvstore.client.decision import Decision, TierChange
 from kvstore.client.descriptors import MappedMemory
 from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Event
@@ -181,6 +182,10 @@ class Session:
     def cancel(self, lease: int) -> None:
         """Forgets what a lease waits for or prefetches."""
         self._state.put(Cancel(lease=lease))
+
+    def decided(self, what: Decision | TierChange) -> None:
+        """Tells the daemon what was decided here, for status, explain and the recorder. A hint, nothing is answered."""
+        self._state.put(what)
 
     def report_wrong(self, namespace: Namespace, hashes: U64, detail: str) -> int:
         """Says that these blocks ([n, 2]) are not what their tokens give: they end in every tier, and a person is told.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.credit import HeldSlots, SlotRun
+from kvstore.client.decision import Decision, TierChange
 from kvstore.client.decode import grant_of, refusal_of, slots_of
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant, given
@@ -135,8 +136,8 @@ class SessionState:
             if grant.done() and grant.error is None:
                 self._drop_grant(grant.result(0))
 
-    def put(self, item: Prefetch | Cancel) -> None:
-        """Queues a message; it is let go of where too many wait, since both kinds are hints."""
+    def put(self, item: Prefetch | Cancel | Decision | TierChange) -> None:
+        """Queues a message; it is let go of where too many wait, since all kinds are hints."""
         with self.lock:
             if len(self._outbox) < _MAX_QUEUED:
                 self._outbox.put(item)

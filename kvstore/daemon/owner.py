@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvstore.config import ServeConfig
 from kvstore.daemon.counters import Counters
+from kvstore.daemon.decisions import Decisions
 from kvstore.daemon.log import Log
 from kvstore.daemon.requests import Requests
 from kvstore.daemon.session import Session
@@ -50,6 +51,7 @@ class Owner:
         """Whether any block was not what was stored."""
         self.warnings: dict[str, str] = {}
         """By topic: what a person should act on, as Stats shows it."""
+        self.decisions = Decisions(self.counters, self.recorder, self.warnings)
         self.sessions: dict[SessionId, Session] = {}
         self._by_digest: dict[bytes, Session] = {}
         self._settlers: list[Callable[[], None]] = []
@@ -75,6 +77,7 @@ class Owner:
         self.sessions.pop(session.id, None)
         self._by_digest.pop(session.digest, None)
         self.requests.session_ended(session)
+        self.decisions.session_ended(session)
         if session.outbox is not None:
             session.outbox.fail(Aborted("the session has ended"))
             session.outbox = None

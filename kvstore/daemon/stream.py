@@ -52,6 +52,8 @@ class SessionStreams:
             "step": self._step,
             "prefetch": self._prefetch,
             "cancel": self._cancel,
+            "decision": owner.decisions.decided,
+            "tier_change": owner.decisions.tier_changed,
         }
 
     async def serve(self, requests: AsyncIterator[pb.ClientMessage | Malformed], context: Context) -> None:

@@ -181,6 +181,7 @@ class Unary:
             cause=told.cause,
             detail=told.detail,
             blocks_by_tier=dict(told.blocks_by_tier),
+            decision=self._owner.decisions.explain(namespace, hashes),
         )
 
     async def stats(self, _request: pb.StatsRequest) -> pb.StatsReply:
@@ -195,7 +196,10 @@ class Unary:
         shadow.resize(self._memory.dram_bytes)
         return pb.StatsReply(
             tiers=[self._tier_stats(tier) for tier in stats.tiers],
-            sessions=[session_stats(info, now_ms) for info in stats.sessions],
+            sessions=[
+                session_stats(info, now_ms, self._owner.decisions.of_session(info.session))
+                for info in stats.sessions
+            ],
             counters={**stats.counters, **self._owner.counters.values(), **self._movers.counters()},
             rows=stats.rows,
             max_rows=stats.max_rows,
@@ -290,7 +294,7 @@ def _geometry(request: pb.AttachRequest) -> Geometry:
     return Geometry(groups=groups, dtype=request.dtype)
 
 
-def session_stats(info: SessionInfo, now_ms: int) -> pb.SessionStats:
+def session_stats(info: SessionInfo, now_ms: int, loads: pb.LoadStats | None = None) -> pb.SessionStats:
     """One session on the wire."""
     return pb.SessionStats(
         session=info.session,
@@ -300,4 +304,5 @@ def session_stats(info: SessionInfo, now_ms: int) -> pb.SessionStats:
         held_hbm_slots=info.held_hbm_slots,
         held_dram_slots=info.held_dram_slots,
         age_s=max(0, now_ms - info.attached_ms) / 1000,
+        loads=loads,
     )
