@@ -82,7 +82,9 @@ class Attachment:
     ) -> None:
         """Opens the device, attaches and maps. Raises: as `open_device`, as the daemon answers, and as the group."""
         self._group = group
-        self._shard = WHOLE if group is None else Shard(member=0, members=group.members)
+        self._members = 1 if group is None else group.members
+        # Without HBM of ours the other processes only map DRAM, where a block is whole.
+        self._shard = WHOLE if spec is None else Shard(member=0, members=self._members)
         self._shard.nbytes(geometry.slot_bytes)  # whether blocks can be shared so
         self.geometry = geometry
         self._name = name
@@ -232,7 +234,7 @@ class Attachment:
             dtype=self.geometry.dtype,
             device=self._device_message(),
             hbm_bytes=self._budget_bytes(),
-            members=self._shard.members,
+            members=self._members,
             resume=resume,
         )
         reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)

@@ -78,11 +78,13 @@ class Descriptors:
         hbm_range: HbmMemory | None = None,
         listener: DramListener | None = None,
         shard: Shard = WHOLE,
+        member: int | None = None,
     ) -> None:
         """`hbm_range`: pages of a session that this one takes the place of; its extents are mapped there.
 
         `slot_bytes` is a whole block's, `shard` says which part of it is in HBM here. `device` is what `spec` names,
-        opened by the caller, who closes it after the memory.
+        opened by the caller, who closes it after the memory. `member`: this process's number in the session; None: that
+        of the shard.
         """
         self._range = hbm_range
         self._inherited = hbm_range is not None
@@ -91,7 +93,7 @@ class Descriptors:
         self._device = device
         self._path = path
         self._token = token
-        self._shard = shard
+        self._member = shard.member if member is None else member
         self._offset = shard.offset(slot_bytes)
         self._slot_bytes = shard.nbytes(slot_bytes)
         self._timeout_s = timeout_s
@@ -112,7 +114,7 @@ class Descriptors:
             self._socket.connect(self._path)
             pidfd = os.pidfd_open(os.getpid())
             try:
-                wire.send(self._socket, wire.Hello(token=self._token, member=self._shard.member), [pidfd])
+                wire.send(self._socket, wire.Hello(token=self._token, member=self._member), [pidfd])
             finally:
                 os.close(pidfd)
             memory = self._first_set(known)
