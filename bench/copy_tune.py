@@ -131,11 +131,7 @@ def _mixed(load: LaneOf, store: LaneOf) -> Mapping[Direction, Route]:
     return {way: Route(large_from_bytes=_ANY_SIZE, small=(lane(way),)) for way, lane in ways.items()}
 
 
-_SHORT_QUEUE = CopyLimits(portion_bytes=8 * _MIB, flight_bytes=16 * _MIB)
-
 LIMITS: Mapping[str, CopyLimits] = {
-    "default, short queue": _SHORT_QUEUE,
-    "engine, short queue": _SHORT_QUEUE,
     "engine, 256 a call": CopyLimits(portion_copies=256),
     "engine, 512 a call": CopyLimits(portion_copies=512),
     "engine x1, 256 MiB a call": CopyLimits(portion_bytes=256 * _MIB, flight_bytes=1024 * _MIB),
@@ -148,9 +144,7 @@ def candidates() -> Mapping[str, Mapping[Direction, Route]]:
     """Routes by name. `x n`: n streams, or buffers, instead of two; `+`: a portion is dealt to both."""
     return {
         "default": DEFAULT_ROUTES,
-        "default, short queue": DEFAULT_ROUTES,
         "engine": _straight(_engine()),
-        "engine, short queue": _straight(_engine()),
         "engine x1": _straight(_engine(streams=1)),
         "engine x4": _straight(_engine(streams=4)),
         "engine, any order": _straight(_engine(order=SourceOrder.ANY)),

@@ -13,12 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bench.copy_sides import CopyBed, open_bed
-from bench.copy_tune import LIMITS, candidates
 from bench.offload import Offload, SealedOffload, Stores
 from bench.prompts import random_prompt
 from bench.report import Figure
@@ -46,7 +45,6 @@ __all__ = [
 ]
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_DEFAULT_ROUTE = "default"
 
 
 class Rate(StrEnum):
@@ -62,13 +60,9 @@ class Rate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferencePlan:
-    """Sizes of one run.
-
-    `routes`: by bytes of a slot, candidates of `bench.copy_tune` tried beside the default, saturating.
-    """
+    """Sizes of one run."""
 
     slot_bytes: tuple[int, ...] = (64 * _KIB, 256 * _KIB, 4 * _MIB)
-    routes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     batch: int = 32
     context_tokens: int = 4096
     steps: int = 48
@@ -77,27 +71,8 @@ class InterferencePlan:
     batch_bytes: int = 64 * _MIB
 
 
-_SHORT_QUEUE = {
-    64 * _KIB: ("engine, short queue",),
-    256 * _KIB: ("default, short queue",),
-    4 * _MIB: ("default, short queue",),
-}
-"""Less under way at once, so that a step's own small copies wait for less."""
-CUDA = InterferencePlan(
-    routes={
-        **_SHORT_QUEUE,
-        64 * _KIB: (
-            "engine, short queue",
-            "default, short queue",
-            "engine",
-            "threads 8",
-            "bulk 4",
-            "bulk 16",
-            "bulk 16, 4 KiB x8",
-        ),
-    }
-)
-CUDA_SHORT = InterferencePlan(routes=_SHORT_QUEUE, steps=24, rounds=3)
+CUDA = InterferencePlan()
+CUDA_SHORT = InterferencePlan(steps=24, rounds=3)
 CPU = InterferencePlan(
     slot_bytes=(64 * _KIB, 1024 * _KIB),
     batch=2,
@@ -123,10 +98,9 @@ class Decode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceCell:
-    """One size of slot, route and rate of stores."""
+    """One size of slot and rate of copies."""
 
     slot_bytes: int
-    route: str
     rate: Rate
     quiet_tokens_per_s: float
     storing_tokens_per_s: float
@@ -153,14 +127,10 @@ def plan_for(device: str, *, short: bool) -> InterferencePlan:
 
 
 def figures(result: Mapping[str, Any]) -> list[Figure]:
-    """Of `asdict(InterferenceResult)`. The bounds are stated for one H200 and the default routes, at either rate.
-
-    Cells of a result that names no rate are saturating.
-    """
+    """Of `asdict(InterferenceResult)`. The bounds are stated for one H200, at either rate of stores."""
     found = []
     for cell in result["cells"]:
-        rate = cell.get("rate", Rate.SATURATING)
-        name = f"{cell['slot_bytes'] // _KIB:,} KiB, {cell['route']}, {rate}"
+        name = f"{cell['slot_bytes'] // _KIB:,} KiB, {cell['rate']}"
         found += [
             Figure(
                 name=f"{name}: slower by",
@@ -174,7 +144,7 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
 
 
 def _bound(cell: Mapping[str, Any]) -> float | None:
-    if cell["route"] != _DEFAULT_ROUTE or cell.get("rate") == Rate.LOADING:
+    if cell["rate"] == Rate.LOADING:
         return None
     return 0.03 if cell["slot_bytes"] >= 256 * _KIB else 0.06
 
@@ -198,9 +168,7 @@ def measure(
         openers[decode](plan, name, model, say) as made,
     ):
         cells = [
-            _cell(bed, plan, made, slot_bytes, route, rate, say)
-            for slot_bytes in plan.slot_bytes
-            for route, rate in _loads(plan, slot_bytes)
+            _cell(bed, plan, made, slot_bytes, rate, say) for slot_bytes in plan.slot_bytes for rate in Rate
         ]
     return InterferenceResult(
         device=name,
@@ -209,16 +177,6 @@ def measure(
         context_tokens=plan.context_tokens,
         cells=tuple(cells),
     )
-
-
-def _loads(plan: InterferencePlan, slot_bytes: int) -> list[tuple[str, Rate]]:
-    """Routes and rates of the cells of one size."""
-    return [
-        (_DEFAULT_ROUTE, Rate.SEALED),
-        (_DEFAULT_ROUTE, Rate.SATURATING),
-        (_DEFAULT_ROUTE, Rate.LOADING),
-        *((route, Rate.SATURATING) for route in plan.routes.get(slot_bytes, ())),
-    ]
 
 
 def _index(device: str) -> int:
@@ -230,12 +188,11 @@ def _cell(
     plan: InterferencePlan,
     decode: Decode,
     slot_bytes: int,
-    route: str,
     rate: Rate,
     say: Callable[[str], None],
 ) -> InterferenceCell:
-    say(f"{decode.name}, slots of {slot_bytes:,} bytes, {route}, {rate}")
-    copier = bed.copier(None if route == _DEFAULT_ROUTE else candidates()[route], LIMITS.get(route))
+    say(f"{decode.name}, slots of {slot_bytes:,} bytes, {rate}")
+    copier = bed.copier()
     decode.beside(copier)
     way = Direction.LOAD if rate is Rate.LOADING else Direction.STORE
     offload: Stores = (
@@ -268,7 +225,6 @@ def _cell(
     copier.close(30.0)
     return InterferenceCell(
         slot_bytes=slot_bytes,
-        route=route,
         rate=rate,
         quiet_tokens_per_s=median(quiets),
         storing_tokens_per_s=median(storings),
@@ -279,7 +235,7 @@ def _cell(
 
 def _phases(plan: InterferencePlan) -> int:
     """Steps that all cells take together."""
-    cells = sum(len(_loads(plan, slot_bytes)) for slot_bytes in plan.slot_bytes)
+    cells = len(plan.slot_bytes) * len(Rate)
     return cells * (plan.steps // 2 + 2 * plan.rounds * plan.steps)
 
 

@@ -162,13 +162,10 @@ def _store(figure: Figure, result: Result) -> None:
 
 
 def _interference(figure: Figure, result: Result) -> None:
-    """Percent by which decode is slower, and the rate of stores beside it; a bar a slot size, route, rate."""
+    """Percent by which decode is slower, and the rate of stores beside it; a bar a slot size and rate."""
     left, right = figure.subplots(1, 2, sharey=True)
     cells = result["cells"][::-1]
-    names = [
-        f"{cell['slot_bytes'] // 1024:,} KiB, {cell['route']}, {cell.get('rate', 'saturating')}"
-        for cell in cells
-    ]
+    names = [f"{cell['slot_bytes'] // 1024:,} KiB, {cell['rate']}" for cell in cells]
     left.barh(names, [100 * cell["slowdown"] for cell in cells])
     right.barh(names, [cell["stored_gb_per_s"] for cell in cells])
     _label(left, title=f"{result['decode']}, batch {result['batch']}", x="slower by, %", y="")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import copy_sides
 from bench.copy import CopyPlan, bound, figures, measure
-from bench.copy_tune import TunePlan, candidates, table, tune
+from bench.copy_tune import LIMITS, TunePlan, candidates, table, tune
 from engine_adapter import cuda_copier
 from engine_adapter.copier import CopyBatch, Direction
 from kvstore.errors import ConfigError, KvstoreError
@@ -109,3 +109,7 @@ def test_bounds_are_those_that_were_promised() -> None:
     assert bound("load", 32 * KIB) == bound("store", 64 * KIB) == 0.90
     assert bound("both", 4096 * KIB) == 0.92
     assert bound("load", 16 * KIB) is None
+
+
+def test_limits_are_those_of_candidates() -> None:
+    assert set(LIMITS) <= set(candidates())

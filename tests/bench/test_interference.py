@@ -10,10 +10,9 @@ import pytest
 
 from bench import copy_sides
 from bench.copy_sides import open_bed
-from bench.copy_tune import LIMITS, candidates
-from bench.interference import CPU, CUDA, CUDA_SHORT, InterferencePlan, Rate, figures, measure
+from bench.interference import CPU, Rate, figures, measure
 from bench.offload import Offload, SealedOffload
-from engine_adapter.copier import Direction, TwinCopier
+from engine_adapter.copier import Direction
 from kvstore.errors import ConfigError
 
 KIB = 1024
@@ -59,47 +58,12 @@ def test_stores_of_what_is_sealed_are_no_more_than_that() -> None:
         copier.close(5.0)
 
 
-@pytest.mark.parametrize("plan", [CUDA, CUDA_SHORT])
-def test_every_route_of_a_plan_is_a_candidate(plan: InterferencePlan) -> None:
-    for slot_bytes, routes in plan.routes.items():
-        assert slot_bytes in plan.slot_bytes
-        assert set(routes) <= set(candidates())
-
-
-def test_limits_are_those_of_candidates() -> None:
-    assert set(LIMITS) <= set(candidates())
-
-
-def test_a_route_is_measured_with_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def copier(_: copy_sides.TwinBed, routes: object = None, limits: object = None) -> TwinCopier:
-        asked.append((routes, limits))
-        return TwinCopier(max_blocks=1 << 20)
-
-    monkeypatch.setattr(copy_sides.TwinBed, "copier", copier)
-    name = "engine, short queue"
-    result = measure(replace(TINY, routes={64 * KIB: (name,)}), lambda _: None, device="cpu", decode="graph")
-    assert [(cell.route, cell.rate) for cell in result.cells][3:] == [(name, Rate.SATURATING)]
-    assert asked == [(None, None), (None, None), (None, None), (candidates()[name], LIMITS[name])]
-
-
-def test_both_rates_are_held_to_the_bounds_and_older_results_are_saturating() -> None:
-    cell = {"slot_bytes": 256 * KIB, "route": "default", "slowdown": 0.5, "stored_gb_per_s": 50.0}
-    cells = [
-        {**cell, "rate": "sealed"},
-        cell,
-        {**cell, "route": "bulk 4", "rate": "saturating"},
-        {**cell, "rate": "loading"},
-    ]
+def test_both_rates_of_stores_are_held_to_the_bounds_and_loads_to_none() -> None:
+    cell = {"slot_bytes": 256 * KIB, "slowdown": 0.5, "stored_gb_per_s": 50.0}
+    cells = [{**cell, "rate": rate} for rate in Rate]
     slower = figures({"device": "cuda:0", "cells": cells})[::2]
-    assert [figure.bound for figure in slower] == [0.03, 0.03, None, None]
-    assert [figure.name.split(", ")[2].split(":")[0] for figure in slower] == [
-        "sealed",
-        "saturating",
-        "saturating",
-        "loading",
-    ]
+    assert [figure.bound for figure in slower] == [0.03, 0.03, None]
+    assert [figure.name for figure in slower] == [f"256 KiB, {rate}: slower by" for rate in Rate]
 
 
 @pytest.mark.parametrize("decode", ["engine", "graph"])
@@ -108,7 +72,7 @@ def test_decode_is_measured_with_and_without_stores(decode: str) -> None:
     assert result["decode"].startswith(decode)
     assert [cell["rate"] for cell in result["cells"]] == list(Rate)
     for cell in result["cells"]:
-        assert (cell["slot_bytes"], cell["route"]) == (64 * KIB, "default")
+        assert cell["slot_bytes"] == 64 * KIB
         assert cell["quiet_tokens_per_s"] > 0
         assert cell["storing_tokens_per_s"] > 0
         assert cell["slowdown"] < 1
