@@ -30,7 +30,7 @@ class PrefillPlan:
     block_tokens: int = 32
 
 
-CUDA = PrefillPlan(lengths=(2048, 8192, 32768), rounds=5, chunk_tokens=8192)
+CUDA = PrefillPlan(lengths=(2048, 8192, 32768, 131072), rounds=3, chunk_tokens=8192)
 CUDA_SHORT = PrefillPlan(lengths=(2048, 8192), rounds=3, chunk_tokens=8192)
 CPU = PrefillPlan(lengths=(128, 512), rounds=2, chunk_tokens=256)
 
