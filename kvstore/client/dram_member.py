@@ -1,8 +1,8 @@
 """A process of a session that maps DRAM and nothing else: a rank of an engine that keeps its HBM to itself.
 
-It presents itself, so that the store frees nothing that it may still touch, maps the tables and what DRAM there is, and
-makes no calls. One thread joins, again where the session was renewed; afterwards any thread reads, while a thread of the
-descriptor socket maps what comes.
+It presents itself, so that the store frees nothing that it may still touch, maps the tables and what DRAM there is,
+and makes no calls. One thread joins, again where the session was renewed; afterwards any thread reads, while a thread
+of the descriptor socket maps what comes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,182 @@
+"""The way to the store of an engine that must start, and go on, whether or not a daemon is there.
+
+A thread of its own attaches, opens namespaces and reads what identifies a model, so that the engine's scheduler waits
+for nothing: until there is a session, or the namespace of a request is open, there is no cache. Once attached the
+session itself comes back after whatever dies (`kvstore.client.stream`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvstore.client import Client, Namespace, Session, Targets, connect
+from kvstore.client.group import Group
+from kvstore.errors import KvstoreError
+from kvstore.geometry import Geometry
+
+__all__ = ["Identity", "LinkPlan", "StoreLink"]
+
+_LOG = logging.getLogger("kvstore.engine")
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
+_SAY_AGAIN_S = 60.0
+_MAX_OPEN = 256
+"""Namespaces that are known at one time: adapters and salts of requests. The least recently used is asked for again."""
+_MAX_WANTED = 64
+_ROOM_SHARE = 0.125
+_TRY_AGAIN_S = 5.0
+"""A namespace that could not be opened is a miss for so long, then it is tried again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What sets requests of one engine apart. All that they share is in the parts of the engine."""
+
+    adapter: tuple[str, str] | None = None  # name and folder of a LoRA
+    salt: str | None = None
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPlan:
+    """How to attach. `group` and `parts` are called on the link's thread, and may wait.
+
+    `room_blocks`: DRAM slots that stores like to have in hand; a part of DRAM is the most.
+    """
+
+    socket: str | None
+    name: str
+    timeout_s: float
+    geometry: Geometry
+    group: Group | None
+    room_blocks: int
+    parts: Callable[[Identity], Mapping[str, bytes]]
+    """The parts of a namespace. Raises KvstoreError for what cannot be cached."""
+    breaker_s: float = 1.0
+
+
+class StoreLink:
+    """See the module. The scheduler's thread calls; it never waits except in `close`."""
+
+    def __init__(self, plan: LinkPlan) -> None:
+        self._plan = plan
+        self._session: Session | None = None
+        self._open: OrderedDict[Identity, Namespace | float] = OrderedDict()  # or when to try again
+        self._wanted: dict[Identity, None] = {
+            Identity(): None
+        }  # that of most requests, before the first of them
+        self._work = threading.Condition()
+        self._closing = False
+        self._said_at = -_SAY_AGAIN_S
+        self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The session while it is attached and the daemon answers; None: there is no cache now."""
+        session = self._session
+        return session if session is not None and session.available else None
+
+    @property
+    def attached(self) -> Session | None:
+        """The session, also while the daemon is away: what was begun in it has to be ended."""
+        return self._session
+
+    def namespace(self, identity: Identity) -> Namespace | None:
+        """The namespace where it is open; else None, and it is being opened unless that was refused lately."""
+        with self._work:
+            found = self._open.get(identity)
+            if isinstance(found, Namespace):
+                self._open.move_to_end(identity)
+                return found
+            if self._comes(identity) and len(self._wanted) < _MAX_WANTED:
+                self._wanted[identity] = None
+                self._work.notify()
+        return None
+
+    def coming(self, identity: Identity) -> bool:
+        """Whether it is worth waiting for a namespace that is not open."""
+        with self._work:
+            return self._session is not None and self._comes(identity)
+
+    def close(self, timeout_s: float) -> None:
+        """Gives the session up. Nothing copies any more."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        self._thread.join(timeout_s)
+
+    def _comes(self, identity: Identity) -> bool:
+        found = self._open.get(identity)
+        return not isinstance(found, float) or time.monotonic() >= found
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            session = self._attach(stack)
+            while session is not None:
+                identity = self._next()
+                if identity is None:
+                    return
+                self._open_one(session, identity)
+
+    def _attach(self, stack: ExitStack) -> Session | None:
+        """Tries until it is attached or closed."""
+        pause_s = _FIRST_PAUSE_S
+        client = stack.enter_context(connect(self._plan.socket, timeout_s=self._plan.timeout_s))
+        while True:
+            try:
+                session = client.attach(
+                    self._plan.name,
+                    self._plan.geometry,
+                    targets=self._targets(client),
+                    group=self._plan.group,
+                )
+            except (KvstoreError, OSError) as error:
+                self._say("no cache: the store cannot be reached: %s", error)
+            else:
+                self._session = stack.enter_context(session)
+                _LOG.info("attached to the store")
+                return session
+            with self._work:
+                if self._closing or self._work.wait_for(lambda: self._closing, pause_s):
+                    return None
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
+
+    def _targets(self, client: Client) -> Targets:
+        """Slots in hand hold nothing that anybody could hit, so they are a part of DRAM at most."""
+        capacity_bytes = next(
+            (tier.capacity_bytes for tier in client.stats().tiers if tier.tier == "dram"), 0
+        )
+        most = int(_ROOM_SHARE * capacity_bytes) // self._plan.geometry.slot_bytes
+        room = max(1, min(self._plan.room_blocks, most))
+        return Targets(credit=0, room=room, breaker_s=self._plan.breaker_s)
+
+    def _next(self) -> Identity | None:
+        with self._work:
+            self._work.wait_for(lambda: self._closing or self._wanted)
+            return None if self._closing else next(iter(self._wanted))
+
+    def _open_one(self, session: Session, identity: Identity) -> None:
+        opened: Namespace | float
+        try:
+            opened = session.open_namespace(self._plan.parts(identity))
+        except (KvstoreError, OSError) as error:
+            self._say("requests of one kind are not cached: %s", error)
+            opened = time.monotonic() + _TRY_AGAIN_S
+        with self._work:
+            self._wanted.pop(identity, None)
+            self._open[identity] = opened
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+
+    def _say(self, text: str, error: Exception) -> None:
+        """One line now and then: what cannot be reached is asked for all the time."""
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = now
+            _LOG.warning(text, error)

@@ -1,0 +1,60 @@
+"""What an engine's own configuration may say about the store: a mapping of names to values, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+from kvstore.errors import ConfigError
+
+__all__ = ["ConnectorOptions", "read_options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """All optional. Times in seconds."""
+
+    socket: str = ""
+    """Of the daemon; empty: where `kvstore serve` listens by default."""
+    name: str = ""
+    """What people see of this engine; empty: the engine's name and its model's."""
+    layout: str = "auto"
+    """`shared`: blocks as the bundled engine has them, converted where the engine's differ. `native`: as they lie,
+    for engines of one kind alone. `auto`: shared where the KV is in host memory and the model is one that the bundled
+    engine knows, else native."""
+    room_blocks: int = 0
+    """DRAM slots in hand for stores; 0: what two steps of the engine can fill, at most an eighth of DRAM."""
+    timeout_s: float = 5.0
+    """Of a call to the daemon; none is made on the engine's threads."""
+    lookup_patience_s: float = 2.0
+    """How long a queued request may wait for blocks that are being read from a disk."""
+    load_patience_s: float = 10.0
+    """How long a load may take to begin once the engine has taken pages for it."""
+    breaker_s: float = 1.0
+    """A daemon that is away or silent for so long is no cache until it answers again."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("auto", "native", "shared"):
+            raise ConfigError(f"layout must be auto, native or shared, not {self.layout!r}")
+        if self.room_blocks < 0:
+            raise ConfigError(f"room_blocks must not be negative, not {self.room_blocks}")
+        for name in ("timeout_s", "lookup_patience_s", "load_patience_s", "breaker_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be a time in seconds, not {getattr(self, name)}")
+
+
+def read_options(given: Mapping[str, object]) -> ConnectorOptions:
+    """Raises: ConfigError for an unknown name, or a value of another type."""
+    known = {field.name: type(field.default) for field in fields(ConnectorOptions)}
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}: use one of {', '.join(sorted(known))}")
+        wanted = known[name]
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not wanted:
+            raise ConfigError(f"{name} must be a {wanted.__name__}, not {value!r}")
+        values[name] = value
+    return ConnectorOptions(**cast("dict[str, str]", values))  # type: ignore[arg-type]
