@@ -1,9 +1,10 @@
 """Moves whole blocks between HBM and DRAM: the contract, and the twin's implementation, a thread that copies memory.
 
 A batch is submitted with a callback and completes as a whole, in the order of submission within one direction; loads
-overtake stores, because a request waits for a load and nobody waits for a store. The store learns of a copy only after
-its completion, so the copier's word is what makes a block readable. `cuda_copier` puts the same batches on streams and
-completes them by events; nothing else of the adapter changes.
+overtake stores, because a request waits for a load and nobody waits for a store. A load may come in groups of layers,
+for who computes the first ones while the others are under way. The store learns of a copy only after its completion, so
+the copier's word is what makes a block readable. `cuda_copier` puts the same batches on streams and completes them by
+events; nothing else of the adapter changes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from engine_adapter.block_convert import BlockCopy, copy_plain
 from kvstore.faults import fault
 
-__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier", "complete"]
+__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier", "complete", "complete_group"]
 
 _LOG = logging.getLogger("kvstore.copier")
 _PIECE_BYTES = 16 << 20
@@ -50,6 +51,35 @@ class CopyBatch:
     hbm_slots: NDArray[np.uint32] | None = None  # [n]
     dram_slots: NDArray[np.uint32] | None = None  # [n]
     """The same blocks by the store's numbers: other processes of a group copy their parts of them."""
+    groups: int = 1
+    """Of a load: equal slices of each block, copied one after the other: slice g of all blocks, then slice g + 1."""
+    group_done: Callable[[int], None] | None = None
+    """Called on a copier's thread for each of several groups, in order, when that slice of all blocks has come."""
+
+    def __post_init__(self) -> None:
+        if self.groups == 1:
+            return
+        if self.direction is not Direction.LOAD or self.groups < 1 or self.nbytes % self.groups:
+            raise ValueError(
+                f"{self.groups} groups of a {self.direction.name} of blocks of {self.nbytes} bytes"
+            )
+        if not len(self.sources):
+            raise ValueError("groups of no blocks")
+
+    def group(self, number: int) -> CopyBatch:
+        """That slice of the blocks, as a batch of its own."""
+        if self.groups == 1:
+            return self
+        nbytes = self.nbytes // self.groups
+        offset = np.uint64(number * nbytes)
+        return replace(
+            self,
+            sources=self.sources + offset,
+            targets=self.targets + offset,
+            nbytes=nbytes,
+            groups=1,
+            group_done=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +120,18 @@ def complete(batch: CopyBatch) -> None:
         _LOG.exception("a completion failed")
 
 
+def complete_group(batch: CopyBatch, group: int) -> None:
+    """Calls `group_done` of a batch in several groups, as `complete` does `done`."""
+    if batch.groups == 1:
+        return
+    fault("copy.group")
+    if batch.group_done is not None:
+        try:
+            batch.group_done(group)
+        except Exception:  # noqa: BLE001 (a thread's boundary)
+            _LOG.exception("the completion of a group failed")
+
+
 class TwinCopier:
     """Copier between two kinds of host memory: one thread, which copies without the GIL."""
 
@@ -114,6 +156,9 @@ class TwinCopier:
     def submit(self, batch: CopyBatch) -> bool:
         """See Copier."""
         count = len(batch.sources)
+        assert batch.groups == 1 or self._copies[batch.direction] is copy_plain, (
+            "a conversion takes whole blocks"
+        )
         with self._lock:
             waiting = self._waiting[batch.direction]
             if self._closing or (waiting and waiting + count > self._max_blocks):
@@ -155,12 +200,12 @@ class TwinCopier:
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             fault("copy.issued")
-            step = max(1, len(batch.sources))
-            if batch.direction is Direction.STORE:
-                step = max(1, _PIECE_BYTES // batch.nbytes)
+            if batch.direction is Direction.LOAD:
+                self._load(batch)
+                continue
+            step = max(1, _PIECE_BYTES // batch.nbytes)
             for begin in range(0, len(batch.sources), step):
-                if batch.direction is Direction.STORE:
-                    self._loads_first()
+                self._loads_first()
                 self._copy(batch, begin, begin + step)
             self._finish(batch)
 
@@ -182,8 +227,13 @@ class TwinCopier:
                 if not self._queues[Direction.LOAD]:
                     return
                 batch = self._queues[Direction.LOAD].popleft()
-            self._copy(batch, 0, len(batch.sources))
-            self._finish(batch)
+            self._load(batch)
+
+    def _load(self, batch: CopyBatch) -> None:
+        for number in range(batch.groups):
+            self._copy(batch.group(number), 0, len(batch.sources))
+            complete_group(batch, number)
+        self._finish(batch)
 
     def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:
         nbytes, copy = batch.nbytes, self._copies[batch.direction]

@@ -49,6 +49,9 @@ class Portion:
     left_bytes: int
     """About what of the batch comes after it."""
     last: bool
+    group: int = 0
+    ends_group: bool = False
+    """Whether that group of the batch has come with it, and with all before it."""
 
     def dealt(self) -> Iterator[tuple[OpenLane, Pieces]]:
         """The part of each lane that gets one."""
@@ -77,27 +80,42 @@ class Planner:
         self.computing = False
 
     def portions(self, batch: CopyBatch, first_bytes: int) -> Iterator[Portion]:
-        """Planned as they are asked for. At least one, which is empty for an empty batch.
+        """Planned as they are asked for, group by group. At least one, which is empty for an empty batch.
 
         `first_bytes`: of the first one; each one after it may be twice as large.
         """
-        limits, count = self._limits, len(batch.sources)
-        if not count:
+        left = len(batch.sources) * batch.nbytes
+        if not left:
             yield Portion(lanes=self._lanes.large, pieces=Pieces.none(), nbytes=0, left_bytes=0, last=True)
-        host = host_side(batch)
+        for number in range(batch.groups):
+            group = batch.group(number)
+            ends_at = left - len(group.sources) * group.nbytes
+            for lanes, pieces in self._cut(group, first_bytes):
+                nbytes = pieces.nbytes
+                left -= nbytes
+                yield Portion(
+                    lanes=lanes,
+                    pieces=pieces,
+                    nbytes=nbytes,
+                    left_bytes=left,
+                    last=not left,
+                    group=number,
+                    ends_group=left == ends_at,
+                )
+            first_bytes = self._limits.planned_portions * self._limits.portion_bytes
+
+    def _cut(self, batch: CopyBatch, first_bytes: int) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
+        """The blocks of a batch, pinned as they are asked for."""
+        limits, host = self._limits, host_side(batch)
         for part in ranges(
-            count,
+            len(batch.sources),
             batch.nbytes,
             first_bytes=first_bytes,
             max_bytes=limits.planned_portions * limits.portion_bytes,
             max_blocks=limits.planned_portions * limits.portion_copies,
         ):
             self._host.pin(host[part.start : part.stop])  # waits: on the thread that issues
-            left = (count - part.start) * batch.nbytes
-            for lanes, pieces in self._planned(batch, part):
-                nbytes = pieces.nbytes
-                left -= nbytes
-                yield Portion(lanes=lanes, pieces=pieces, nbytes=nbytes, left_bytes=left, last=not left)
+            yield from self._planned(batch, part)
 
     def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
         """A range of a batch's blocks by lanes."""

@@ -7,8 +7,9 @@ no hand-over from thread to thread comes before the first byte. What is under wa
 batch of which nothing has been issued can be taken back.
 
 Order. A store's blocks were committed after the event of the step that wrote them, so nothing has to come before it; a
-load is complete before `done`, and its request is admitted only then. A batch whose `after` names an event waits for it
-on the device. A kill at any point leaves the store without the word of `done`: bytes that arrive later are nobody's.
+load is complete before `done`, a group of its layers before `group_done`, and no kernel that reads it is launched
+before. A batch whose `after` names an event waits for it on the device. A kill at any point leaves the store without
+the word of `done`: bytes that arrive later are nobody's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete
+from engine_adapter.copier import CopierStats, CopyBatch, Direction, complete, complete_group
 from engine_adapter.copy_kernel import CopyKernel
 from engine_adapter.copy_lanes import Lanes, MakesKernel
 from engine_adapter.copy_portions import CopyLimits, Planner, Portion, host_side
@@ -114,13 +115,12 @@ class CudaCopier:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Flight:
-    """A portion under way. Its batch is complete with its last portion."""
+    """A portion under way. Its batch is complete with its last portion, a group of it with the last one of that."""
 
     batch: CopyBatch
-    nbytes: int
+    portion: Portion
     events: list[int]
     waiting: Waiting
-    last: bool
 
 
 class _Way:
@@ -297,17 +297,16 @@ class _Way:
         # A request waits for the end of a load: a core for a millisecond or two. Nobody waits for anything else.
         spins = self._direction is Direction.LOAD and portion.left_bytes < self._limits.portion_bytes
         waiting = Waiting.SPIN if spins else Waiting.SLEEP
-        nbytes = portion.nbytes
         events = [
             self._mark(
                 lane.start(part, lane.lane.order if batch.after is None else SourceOrder.STREAM), waiting
             )
             for lane, part in portion.dealt()
         ]
-        flight = _Flight(batch=batch, nbytes=nbytes, events=events, waiting=waiting, last=portion.last)
+        flight = _Flight(batch=batch, portion=portion, events=events, waiting=waiting)
         with self._landing:
             self._flights.append(flight)
-            self._flight_bytes += nbytes
+            self._flight_bytes += portion.nbytes
             self._landing.notify()
         fault("copy.issued")
 
@@ -336,17 +335,20 @@ class _Way:
 
     def _finish_all(self) -> None:
         while (flight := self._oldest()) is not None:
+            portion = flight.portion
             for event in flight.events:
                 self._driver.synchronize(event)
             with self._work:
                 self._flights.popleft()
-                self._flight_bytes -= flight.nbytes
+                self._flight_bytes -= portion.nbytes
                 self._events[flight.waiting] += flight.events
-                if flight.last:
+                if portion.last:
                     self.waiting_blocks -= len(flight.batch.sources)
                     self.copied_blocks += len(flight.batch.sources)
                 self._work.notify()
-            if flight.last:
+            if portion.ends_group:
+                complete_group(flight.batch, portion.group)
+            if portion.last:
                 complete(flight.batch)
 
     def _oldest(self) -> _Flight | None:

@@ -68,6 +68,7 @@ class GroupCopier:
         """See Copier. Raises: Unavailable where a member has gone: nothing completes any more."""
         assert batch.hbm_slots is not None
         assert batch.dram_slots is not None
+        assert batch.groups == 1, "members say when they have copied whole blocks"
         blocks = len(batch.sources)
         starts = range(0, blocks, MAX_COPY_BLOCKS)
         under = _Under(batch, 1 + len(starts) * self._others)

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -236,3 +237,101 @@ def test_the_twin_adds_little_to_a_plain_memcpy() -> None:
         ratios.append(plain / (time.perf_counter() - begin))
     copier.close()
     assert max(ratios) >= 0.75
+
+
+def in_groups(
+    transfer: Transfer, groups: int, came: Callable[[int], None], done: Callable[[], None] | None = None
+) -> CopyBatch:
+    return replace(transfer.batch(done=done), groups=groups, group_done=came)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 16])
+def test_groups_come_in_order_each_with_its_slice_of_all_blocks(rig: Rig, groups: int) -> None:
+    """Slices of 4 KiB go by the kernel of the rigs, those of 32 KiB by the copy engines."""
+    transfer = Transfer(rig, Direction.LOAD, 7)
+    events: list[int | str] = []
+    whole: list[bool] = []
+
+    def came(group: int) -> None:
+        events.append(group)
+        end = (group + 1) * BLOCK_BYTES // groups
+        whole.append(bool((transfer.target.read()[:, :end] == transfer.bytes[:, :end]).all()))
+
+    def completed() -> None:
+        events.append("done")
+        transfer.done.set()
+
+    assert rig.copier.submit(in_groups(transfer, groups, came, completed))
+    assert transfer.done.wait(5)
+    assert events == [*range(groups), "done"]
+    assert all(whole)
+    assert transfer.arrived()
+    assert rig.copier.stats().loaded_blocks == 7
+
+
+def test_a_whole_batch_hears_of_no_group(rig: Rig) -> None:
+    transfer = Transfer(rig, Direction.LOAD, 3)
+    came: list[int] = []
+    assert rig.copier.submit(in_groups(transfer, 1, came.append))
+    assert transfer.done.wait(5)
+    assert came == []
+
+
+def test_a_load_in_groups_keeps_its_place(rig: Rig) -> None:
+    gate = Gate(rig, Direction.LOAD)
+    first, second = (Transfer(rig, Direction.LOAD, 3, seed=seed) for seed in (1, 2))
+    events: list[str] = []
+    assert rig.copier.submit(
+        in_groups(first, 4, lambda g: events.append(f"first {g}"), lambda: events.append("first"))
+    )
+    assert rig.copier.submit(
+        in_groups(second, 2, lambda g: events.append(f"second {g}"), lambda: events.append("second"))
+    )
+    gate.open()
+    rig.copier.close(5.0)
+    assert events == ["first 0", "first 1", "first 2", "first 3", "first", "second 0", "second 1", "second"]
+    assert first.arrived()
+    assert second.arrived()
+
+
+def test_a_load_in_groups_is_taken_back_before_it_begins_and_not_after(rig: Rig) -> None:
+    gate = Gate(rig, Direction.LOAD)
+    transfers = [Transfer(rig, Direction.LOAD, 1, seed=seed) for seed in range(6)]
+    came: list[int] = []
+    queued = [in_groups(transfer, 4, lambda _, i=i: came.append(i)) for i, transfer in enumerate(transfers)]
+    assert all(rig.copier.submit(batch) for batch in queued)
+    assert rig.copier.cancel(queued[-1])
+    gate.open()
+    assert transfers[4].done.wait(5)
+    late: list[bool] = []
+    last = Transfer(rig, Direction.LOAD, 3)
+    batch = in_groups(last, 4, lambda _: late.append(rig.copier.cancel(batch)))
+    assert rig.copier.submit(batch)
+    assert last.done.wait(5)
+    assert came == [i for i in range(5) for _ in range(4)]
+    assert not transfers[5].target.read().any()
+    assert late == [False] * 4
+    assert last.arrived()
+
+
+def test_a_group_whose_completion_fails_does_not_end_the_load(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = Transfer(rig, Direction.LOAD, 2)
+
+    def fail(group: int) -> None:
+        raise ValueError("a bug of the caller")
+
+    assert rig.copier.submit(in_groups(transfer, 2, fail))
+    assert transfer.done.wait(5)
+    assert transfer.arrived()
+    assert caplog.text.count("the completion of a group failed") == 2
+
+
+@pytest.mark.parametrize(
+    "groups, direction, count",
+    [(2, Direction.STORE, 3), (3, Direction.LOAD, 3), (0, Direction.LOAD, 3), (2, Direction.LOAD, 0)],
+)
+def test_groups_that_cannot_be_are_refused(groups: int, direction: Direction, count: int) -> None:
+    with twin_rig() as rig, pytest.raises(ValueError, match="groups"):
+        replace(Transfer(rig, direction, 3).batch(0, count), groups=groups)
