@@ -23,10 +23,13 @@ PIP_ARGS ?=
 # The first of these that is 3.11 or newer and can make environments (Debian: apt install python3-venv).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	"$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+# SGLang in an environment of its own, which sees all of ours: its storage half alone, without what needs a GPU.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.setup-stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +82,17 @@ fuzz: $(READY)  ## Calls, streams, sockets and files with anything in them, for 
 test-compat: $(READY)  ## The generated code under protobuf 5.29, 6.33 and 7.x
 	$(PYTEST) -m compat tests/compat
 
+$(SGLANG_STAMP): tests/sglang/requirements.txt | $(STAMP)
+	@echo "== installing SGLang's storage half into $(SGLANG_VENV)"
+	$(BIN)/python -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) -q --no-deps -r $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	@touch $@
+
+test-sglang: $(READY) $(SGLANG_STAMP)  ## SGLang's own storage classes around the connector
+	$(SGLANG_VENV)/bin/python -m pytest -m engine tests/sglang
+
 check: $(READY)  ## Format, lint, types, directions of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -93,5 +107,5 @@ bench: $(READY)  ## Microbenchmarks beside the stored baseline
 	$(BIN)/python -m bench.micro
 
 clean:  ## Remove what was made here, the environment too
-	rm -rf $(VENV) kvstore/wire/v1 kvstore/_*.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(SGLANG_VENV) kvstore/wire/v1 kvstore/_*.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,273 @@
+"""Blocks by name over a real daemon: what was stored is what is loaded, and whatever dies or is full is a miss."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine_adapter.external.link import LinkPlan, StoreLink
+from engine_adapter.external.page_store import PageStore, Patience, Run
+from kvstore.client import connect
+from kvstore.geometry import opaque_geometry
+from kvstore.layout import NONE, Tier
+from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.support.daemon import Service, small_config, started, wait_for
+
+PAGE_BYTES = 30_000  # not a whole number of 4 KiB
+PARTS = {
+    "model": b"pages",
+    "weights": b"1",
+    "dtype": b"uint8",
+    "block_tokens": b"1",
+    "groups": b"opaque 30000",
+}
+QUICK = Patience(load_s=1.0, store_s=0.5, answer_s=1.0)
+_FIRST = iter(range(1, 1 << 30))
+
+
+class Engine:
+    """Pages in this process's memory, by id."""
+
+    def __init__(
+        self, socket: str, *, parts: dict[str, bytes] = PARTS, patience: Patience = QUICK, portion: int = 16
+    ) -> None:
+        self.link = StoreLink(
+            LinkPlan(
+                socket=socket,
+                name="pages",
+                timeout_s=5.0,
+                geometry=opaque_geometry(PAGE_BYTES),
+                group=None,
+                room_blocks=32,
+                parts=lambda identity: parts,
+                breaker_s=0.3,
+            )
+        )
+        self.store = PageStore(self.link, payload_bytes=PAGE_BYTES, portion=portion, patience=patience)
+        self.copied = 0
+
+    def await_store(self) -> None:
+        wait_for("the store", lambda: self.store.cached(Run(ids=[])) == 0 and self.store.ready)
+
+    def put(self, ids: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+        def copy(place: int, address: int) -> None:
+            self.copied += 1
+            source = page(ids[place])
+            ctypes.memmove(address, source.ctypes.data, PAGE_BYTES)
+
+        return self.store.store(Run(ids=ids, before=before), copy).tolist()
+
+    def get(self, ids: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
+        """How many leading pages came; each is checked byte for byte."""
+        target = np.zeros((len(ids), PAGE_BYTES), dtype=np.uint8)
+
+        def copy(place: int, address: int) -> None:
+            ctypes.memmove(target[place].ctypes.data, address, PAGE_BYTES)
+
+        marks = self.store.load(Run(ids=ids, before=before), copy)
+        count = int(marks.sum())
+        assert marks[:count].all()
+        for place in range(count):
+            assert np.array_equal(target[place], page(ids[place]))
+        return count
+
+
+def page(id_: bytes) -> NDArray[np.uint8]:
+    seed = int.from_bytes(id_[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, size=PAGE_BYTES, dtype=np.uint8)
+
+
+def prompt(pages: int) -> list[bytes]:
+    """Ids that nobody else has, 32 bytes each."""
+    return [next(_FIRST).to_bytes(8, "little") + bytes(24) for _ in range(pages)]
+
+
+@contextmanager
+def engine(socket: str, **options: object) -> Iterator[Engine]:
+    made = Engine(socket, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.link.close(5.0)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with started(small_config(tmp_path_factory.mktemp("kv"))) as service:
+        yield service
+
+
+@pytest.fixture
+def pages(service: Service) -> Iterator[Engine]:
+    with engine(service.socket) as made:
+        made.await_store()
+        yield made
+    assert service.faults() == []
+
+
+def test_what_was_stored_is_loaded_by_another_engine(service: Service, pages: Engine) -> None:
+    ids = prompt(40)  # more than a portion
+    assert pages.store.cached(Run(ids=ids)) == 0
+    assert pages.get(ids) == 0
+    assert pages.put(ids[:25]) == [True] * 25
+    assert pages.put(ids[25:], before=ids[:25]) == [True] * 15
+    with engine(service.socket) as other:
+        other.await_store()
+        assert other.store.cached(Run(ids=ids)) == 40
+        assert other.get(ids) == 40
+        assert other.get(ids[30:], before=ids[:30]) == 10
+        assert other.get([*ids[:7], *prompt(3)]) == 7
+
+
+def test_what_is_there_is_not_copied_again(pages: Engine) -> None:
+    ids = prompt(6)
+    pages.put(ids[2:4])
+    pages.copied = 0
+    assert pages.put(ids) == [True] * 6
+    assert pages.copied == 4
+    assert pages.get(ids) == 6
+
+
+def test_slots_have_no_bytes_of_others_behind_their_payload(service: Service, pages: Engine) -> None:
+    """The rest of a slot reached disk and exports with whatever its last block had there."""
+    ids = prompt(3)
+    pages.put(ids)
+    session = pages.link.session
+    assert session is not None
+    seen = []
+    columns = session.tables.tables.columns
+    rows = columns.pool(Tier.DRAM).row
+    for slot in np.flatnonzero(rows != NONE).tolist():
+        whole = session.dram.view(slot)
+        if any(np.array_equal(whole[:PAGE_BYTES], page(id_)) for id_ in ids):
+            seen.append(slot)
+            assert not whole[PAGE_BYTES:].any()
+    assert len(seen) == 3
+
+
+def test_another_model_or_layout_finds_nothing(service: Service, pages: Engine) -> None:
+    ids = prompt(3)
+    pages.put(ids)
+    with engine(service.socket, parts={**PARTS, "groups": b"other"}) as other:
+        other.await_store()
+        assert other.store.cached(Run(ids=ids)) == 0
+        assert other.get(ids) == 0
+
+
+def test_a_full_tier_gives_up_the_oldest_and_fails_nothing(pages: Engine) -> None:
+    """64 MiB have room for 2,048 slots of 32 KiB: 3,000 pages do not fit."""
+    first = prompt(64)
+    pages.put(first)
+    for _ in range(46):
+        ids = prompt(64)
+        assert all(pages.put(ids))
+        assert pages.get(ids) == 64
+    assert pages.get(first) == 0
+
+
+def test_nothing_is_left_held(service: Service, pages: Engine) -> None:
+    """A load that ended early kept its slots, and DRAM filled with what nobody could evict."""
+    ids = prompt(20)
+    pages.put(ids)
+    for count in range(1, 20):
+        assert pages.get([*ids[:count], *prompt(1)]) == count
+    session = pages.link.session
+    assert session is not None
+    wait_for("releases", session.quiet)
+    in_hand = session.room_in_hand
+
+    def held() -> int:
+        return sum(s.held_dram_slots for s in service.stats().sessions if s.name == "pages")
+
+    wait_for("only room in hand is held", lambda: held() <= session.room_in_hand, 5.0)
+    assert in_hand <= 32
+
+
+def test_a_copy_that_fails_leaves_nothing_held_or_stored(service: Service, pages: Engine) -> None:
+    ids = prompt(4)
+
+    def fail(place: int, address: int) -> None:
+        if place == 2:
+            raise OSError("the engine's memory is gone")
+
+    with pytest.raises(OSError, match="is gone"):
+        pages.store.store(Run(ids=ids), fail)
+    assert pages.store.cached(Run(ids=ids)) == 0
+    pages.put(ids)
+    with pytest.raises(OSError, match="is gone"):
+        pages.store.load(Run(ids=ids), fail)
+    assert pages.get(ids) == 4
+    session = pages.link.session
+    assert session is not None
+    wait_for("nothing is used", lambda: not session._state.dram.references.any(), 5.0)
+
+
+def test_what_is_cleared_is_gone_and_nothing_else(service: Service, pages: Engine) -> None:
+    ids = prompt(5)
+    pages.put(ids)
+    with (
+        engine(service.socket, parts={**PARTS, "salt": b"other"}) as other,
+        connect(service.socket) as client,
+    ):
+        other.await_store()
+        other.put(ids)
+        assert pages.store.clear(client) >= 5
+        assert pages.store.cached(Run(ids=ids)) == 0
+        assert pages.get(ids) == 0
+        assert other.get(ids) == 5
+        assert pages.put(ids) == [True] * 5
+        assert pages.get(ids) == 5
+
+
+def test_blocks_come_from_disk_after_everything_died(tmp_path: Path) -> None:
+    ids = prompt(50)
+    config = small_config(tmp_path, nvme_bytes=64 << 20)
+    with started(config) as service, engine(service.socket) as pages:
+        pages.await_store()
+        assert pages.put(ids) == [True] * 50
+        service.call("Flush", pb.FlushRequest(deadline_ms=20_000), timeout_s=30.0)
+        for pid in (service.keeper_pid, service.daemon_pid):
+            os.kill(pid, signal.SIGKILL)
+    with started(config) as service, engine(service.socket) as pages:
+        pages.await_store()
+        wait_for("the index", lambda: pages.store.cached(Run(ids=ids)) == 50)
+        wait_for("a disk that gives", lambda: pages.get(ids) == 50)
+        assert service.tier("dram").sealed_slots >= 50
+        assert service.faults() == []
+
+
+def test_an_engine_starts_without_a_daemon_and_picks_it_up(tmp_path: Path) -> None:
+    """Each call of an engine whose daemon was not there waited, or raised."""
+    config = small_config(tmp_path)
+    ids = prompt(4)
+    with engine(config.socket) as pages:
+        began = time.monotonic()
+        assert pages.put(ids) == [False] * 4
+        assert pages.get(ids) == 0
+        assert pages.store.cached(Run(ids=ids)) == 0
+        assert time.monotonic() - began < 0.5
+        with started(config) as service:
+            pages.await_store()
+            assert pages.put(ids) == [True] * 4
+            assert pages.get(ids) == 4
+            daemon = service.daemon_pid
+            os.kill(daemon, signal.SIGSTOP)
+            began = time.monotonic()
+            assert pages.get(ids) in (0, 4)
+            pages.put(prompt(40))
+            pages.get(ids)
+            assert time.monotonic() - began < 8.0
+            os.kill(daemon, signal.SIGKILL)
+            service.await_restart(daemon)
+            wait_for("it is back", lambda: pages.get(ids) == 4)
+            assert pages.put(prompt(2)) == [True, True]
+            assert service.faults() == []
