@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.write_through import WriteThrough
+from kvstore.cache_use import Access
 from kvstore.client import Namespace, PendingGrant, Session, SlotRun
 from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
 from kvstore.moves import Outcome
@@ -85,10 +86,12 @@ class Adoption:
         self._grant: PendingGrant | None = None
         self._columns = session.tables.tables.columns
         device = session.device
-        leaves = (
-            () if device is None else orphan_leaves(self._columns, namespace.handle, device.index).tolist()
+        leases = bool(session.use.access & Access.READS)  # else it is given none of them
+        self._leaves = deque(
+            orphan_leaves(self._columns, namespace.handle, device.index).tolist()
+            if device is not None and leases
+            else ()
         )
-        self._leaves = deque(leaves)
         self.adopted_blocks = 0
 
     def poll(self) -> None:

@@ -19,6 +19,7 @@ from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.group import MemberGroup
 from engine_adapter.group_copier import GroupCopier
+from kvstore.cache_use import CacheUse
 from kvstore.client import Client, DramListener, Session, connect
 from kvstore.geometry import Geometry
 
@@ -41,6 +42,7 @@ class StorePlan:
     away_s: float = 30.0
     timeout_s: float = 5.0
     group: MemberGroup | None = None
+    use: CacheUse = CacheUse.ON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +100,14 @@ def open_block_manager(
     away_s: float = 30.0,
     timeout_s: float = 5.0,
     group: MemberGroup | None = None,
+    use: CacheUse = CacheUse.ON,
 ) -> Iterator[KvstoreBlockManager]:
     """A block manager whose pages are owned HBM, kept by the daemon at `socket`: a GPU's, or its twin for "cpu".
 
     `group`: the other processes, where each block is shared among several; `hbm_bytes` are those of one of them.
-    `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). Raises: Unavailable where no daemon
-    listens, and whatever else attaching raises. At the end copies finish before the session is given up.
+    `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). `use`: what it does with the cache, as
+    far as the service allows it. Raises: Unavailable where no daemon listens, and whatever else attaching raises. At
+    the end copies finish before the session is given up.
     """
     plan = StorePlan(
         socket=socket,
@@ -116,6 +120,7 @@ def open_block_manager(
         away_s=away_s,
         timeout_s=timeout_s,
         group=group,
+        use=use,
     )
     with begin_block_manager(plan) as pending:
         yield pending.result()
@@ -147,7 +152,9 @@ def _attach(plan: StorePlan, client: Client) -> _Opened:
     opened_at = time.monotonic()
     try:
         spec = device_spec(plan.device, plan.hbm_bytes)
-        session = client.attach(plan.name, plan.geometry, spec, listener=listener, group=plan.group)
+        session = client.attach(
+            plan.name, plan.geometry, spec, listener=listener, group=plan.group, use=plan.use
+        )
     except BaseException:
         copier.close(plan.timeout_s)
         raise

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvstore.cache_use import CacheUse
 from kvstore.errors import ConfigError
+from kvstore.tenant import Tenant, check_reserves, check_tenants
 from kvstore.units import GIB, KIB, MIB, format_size, write_size
 
 __all__ = [
@@ -214,7 +216,10 @@ class ServeConfig:
     orphan_ttl_s: float = 120.0
     """How long HBM that no live session maps is kept."""
     log_level: str = "info"
+    cache: CacheUse = CacheUse.ON
+    """How the service begins: `kvstore pause` and `kvstore resume` change it until the daemon ends."""
     limits: Limits = field(default_factory=Limits)
+    tenants: tuple[Tenant, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.socket.startswith("/"), "socket", f"{self.socket!r} must be an absolute path")
@@ -262,6 +267,14 @@ class ServeConfig:
         _require(1 <= self.max_namespaces <= 1 << 20, "max_namespaces", "must be from 1 to 1048576")
         _require(0 <= self.canary_every <= 1 << 30, "canary_every", "must be from 0 (never) to 1073741824")
         _require(self.orphan_ttl_s >= 0, "orphan_ttl", "must not be negative")
+        check_tenants(self.tenants)
+        nvme_bytes = sum(place.capacity_bytes for place in self.nvme)
+        for tier, size_bytes in (
+            ("hbm", self.hbm_bytes * self.devices),
+            ("dram", self.dram_bytes),
+            ("nvme", nvme_bytes),
+        ):
+            check_reserves(self.tenants, tier, size_bytes)
         _check_endpoints(self.tcp, self.metrics_port)
         _require(
             self.log_level in ("debug", "info", "warning", "error"),
@@ -312,6 +325,10 @@ class WorkerConfig:
     """Requests in one batch."""
     threads: int = 0
     """CPU threads; 0: all cores."""
+    cache: CacheUse = CacheUse.ON
+    """What this worker does with the cache; never more than the service allows."""
+    tenant: str | None = None
+    """Whose blocks they are: a part of their namespace, so two tenants share none; None: nobody's in particular."""
     canary_every: int = 1000
     """Of so many requests with a cached prefix one has a cached block computed again and compared; 0: none. On a GPU in
     deterministic mode alone, never with several devices."""

@@ -30,7 +30,8 @@ class Crediting:
     def top_up(self, session: Session) -> Slots | None:
         """What is due to the session now, held by it already; None where there is nothing."""
         hbm = self._ahead(session, Tier.HBM, session.hbm_key, session.want_slots)
-        dram = self._ahead(session, Tier.DRAM, session.dram_key, session.want_room)
+        room = session.want_room if self._state.uses.needs_room(session.use) else 0
+        dram = self._ahead(session, Tier.DRAM, session.dram_key, room)
         session.want_slots -= len(hbm)
         session.want_room -= len(dram)
         if not len(hbm) and not len(dram):

@@ -14,6 +14,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache_use import Access
 from kvstore.layout import Tier
 
 __all__ = [
@@ -254,6 +255,7 @@ class SessionInfo:
     members: int
     held_hbm_slots: int
     held_dram_slots: int
+    access: Access  # what it allows itself
     attached_ms: int  # time of the attach, as it was passed in
 
 

@@ -127,19 +127,20 @@ class Quotas:
         self._tenant_of[:] = 0
         for pool in pools:
             pool.meter = self if self.active else None
-        if self.active:
-            self._used = self.counted(pools)
+        self.recount(pools)
 
     def number_of(self, tenant: str) -> int:
         """By which `assign` knows a tenant: 0 for all that are not named."""
         return self._names.index(tenant) if tenant in self._names else 0
 
-    def assign(self, namespace: int, tenant: int, pools: Sequence[SlotPool]) -> None:
-        """A namespace is of this tenant, with all that it has. O(slots) where that is news, else O(1)."""
-        if self._tenant_of[namespace] != tenant:
-            self._tenant_of[namespace] = tenant
-            if self.active:
-                self._used = self.counted(pools)
+    def assign(self, namespace: int, tenant: int) -> None:
+        """A namespace is of this tenant. Where there are blocks of it, `recount` has to follow."""
+        self._tenant_of[namespace] = tenant
+
+    def recount(self, pools: Sequence[SlotPool]) -> None:
+        """Counts anew what each has. O(slots)."""
+        if self.active:
+            self._used = self.counted(pools)
 
     # -- what each has
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.cache_use import Access
 from kvstore.layout import NONE, ExtentState, SlotState, Tier
 from kvstore.moves import (
     U64,
@@ -109,6 +110,7 @@ def _session_info(state: StoreState, number: int) -> SessionInfo:
         members=int(state.columns.session_members[number]),
         held_hbm_slots=int(np.count_nonzero(state.hbm.holders & session.holder)),
         held_dram_slots=int(np.count_nonzero(state.dram.holders & session.holder)),
+        access=Access(session.use),
         attached_ms=int(state.columns.session_since[number]),
     )
 

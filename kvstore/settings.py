@@ -8,11 +8,12 @@ in capitals after `KVSTORE_`. Field types choose the grammar, so a new field nee
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from kvstore.cache_use import CacheUse
 from kvstore.config import (
     Config,
     Durability,
@@ -25,12 +26,14 @@ from kvstore.config import (
     parse_toml,
 )
 from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.tenant import Tenant
 from kvstore.units import parse_duration, parse_size, write_duration, write_size
 
 __all__ = ["Resolved", "Setting", "environment_name", "resolve"]
 
 _PREFIX = "KVSTORE_"
 _DEFAULT = "default"
+_TENANTS = "tenants."
 _RENAMED_DURABILITY = {"commit": "power", "flush": "process"}
 
 
@@ -79,10 +82,11 @@ def resolve(
     `flags` are values by key as the command line got them, None where not given; `file` is the text of a TOML file.
     Raises ConfigError for a key that does not exist and for a value that does not parse or is out of range.
     """
-    defaults = Config(serve=ServeConfig(socket=default_socket(environ, uid)))
-    keys = dict(_walk(defaults))
     given = {key: value for key, value in flags.items() if value is not None}
     tables = {} if file is None else dict(_flatten(parse_toml(file, file_name)))
+    tenants = tuple(Tenant(name=name) for name in _tenant_names((*given, *tables)))
+    defaults = Config(serve=ServeConfig(socket=default_socket(environ, uid), tenants=tenants))
+    keys = dict(_walk(defaults))
     layers = (
         _Layer(label="flag", values=given),
         _Layer(label="environment", values=_from_environment(environ, keys)),
@@ -110,12 +114,23 @@ def environment_name(key: str) -> str:
     return _PREFIX + key.upper().replace(".", "_")
 
 
+def _tenant_names(keys: Iterable[str]) -> Iterator[str]:
+    """The NAME of each `tenants.NAME.SETTING`, and of `tenants.NAME`, which is a table without settings; each once."""
+    of_tenants = (key.removeprefix(_TENANTS) for key in keys if key.startswith(_TENANTS))
+    yield from dict.fromkeys(rest.rpartition(".")[0] or rest for rest in of_tenants)
+
+
 def _walk(record: object, prefix: str = "") -> Iterator[tuple[str, tuple[str, object]]]:
     """(key, (field name, value)) of each leaf; the daemon's own settings stand at the top of the tree."""
     assert is_dataclass(record)
     for item in fields(record):
         value: object = getattr(record, item.name)
-        if is_dataclass(value) and not isinstance(value, HbmBudget | NvmeThrottle):
+        if item.name == "tenants" and isinstance(value, tuple):
+            for tenant in value:
+                yield from _walk(tenant, f"{_TENANTS}{tenant.name}.")
+        elif isinstance(record, Tenant) and item.name == "name":
+            continue  # it stands in the key
+        elif is_dataclass(value) and not isinstance(value, HbmBudget | NvmeThrottle):
             yield from _walk(value, "" if item.name == "serve" else f"{prefix}{item.name}.")
         else:
             yield prefix + _bare(item.name), (item.name, value)
@@ -127,8 +142,13 @@ def _bare(name: str) -> str:
 
 def _build(defaults: Config, layers: Sequence[_Layer]) -> Config:
     limits = replace(defaults.serve.limits, **_changes(defaults.serve.limits, "limits.", layers))
+    tenants = tuple(
+        replace(tenant, **_changes(tenant, f"{_TENANTS}{tenant.name}.", layers))
+        for tenant in defaults.serve.tenants
+    )
+    changes = _changes(defaults.serve, "", layers)
     return Config(
-        serve=replace(defaults.serve, limits=limits, **_changes(defaults.serve, "", layers)),
+        serve=replace(defaults.serve, limits=limits, tenants=tenants, **changes),
         client=replace(defaults.client, **_changes(defaults.client, "client.", layers)),
         worker=replace(defaults.worker, **_changes(defaults.worker, "worker.", layers)),
     )
@@ -188,6 +208,13 @@ def _durability(raw: object) -> Durability:
         renamed = _RENAMED_DURABILITY.get(str(raw))
         hint = f"; {raw} is called {renamed} now" if renamed else ""
         _wrong(raw, "one of " + ", ".join(choice.value for choice in Durability) + hint)
+
+
+def _cache_use(raw: object) -> CacheUse:
+    try:
+        return CacheUse(raw)
+    except ValueError:
+        _wrong(raw, "one of " + ", ".join(choice.value for choice in CacheUse))
 
 
 def _hbm_budget(raw: object) -> HbmBudget:
@@ -254,6 +281,7 @@ _THROTTLE_FIELDS = {
 _PARSERS: Mapping[str, Callable[[object], object]] = {
     "int": _integer,
     "str": _string,
+    "CacheUse": _cache_use,
     "Durability": _durability,
     "Recovery": _recovery,
     "HbmBudget": _hbm_budget,
@@ -273,7 +301,7 @@ def _wrong(raw: object, wanted: str) -> NoReturn:
 
 def _flatten(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (value or prefix != _TENANTS):  # a tenant is one without settings, too
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
@@ -294,15 +322,15 @@ def _from_environment(environ: Mapping[str, str], keys: Mapping[str, object]) ->
 
 
 def _refuse_unknown(layer: _Layer, keys: Mapping[str, object]) -> None:
-    for key in layer.values:
-        if key not in keys:
+    for key, value in layer.values.items():
+        if key not in keys and not (key.startswith(_TENANTS) and value == {}):
             close = get_close_matches(key, keys, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "`kvstore config` lists what there is"
             raise ConfigError(f"{layer.label}: unknown key {key!r}; {hint}")
 
 
 def _plain(value: object) -> bool | int | float | str | tuple[str, ...] | None:
-    if isinstance(value, Durability | Recovery):
+    if isinstance(value, CacheUse | Durability | Recovery):
         return str(value.value)
     if isinstance(value, HbmBudget):
         return value.size_bytes or str(value)

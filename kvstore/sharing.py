@@ -32,16 +32,25 @@ class Sharing:
         self._state.quotas.configure(tenants, self._pools)
 
     def assign(self, namespace: int, tenant: str) -> None:
-        """Whose a namespace is; `*`, or any name that is not configured, for the others. O(slots) where it is news."""
+        """Whose a namespace is of which there are no blocks yet; `*`, or a name that is not configured: the others'."""
         quotas = self._state.quotas
-        quotas.assign(namespace, quotas.number_of(tenant), self._pools)
+        quotas.assign(namespace, quotas.number_of(tenant))
+
+    def reassign(self, namespace: int, tenant: str) -> None:
+        """As `assign`, with the blocks that there are. O(slots)."""
+        self.assign(namespace, tenant)
+        self._state.quotas.recount(self._pools)
 
     def on_namespace(self, told: Callable[[NamespaceId, bytes], None]) -> None:
-        """Has `told` called with each new handle and the first 16 bytes of its digest, and now with those there are."""
+        """Has `told` called with each new handle, before there are blocks of it, and the first 16 bytes of its digest.
+
+        It is called now with those that there are. O(slots).
+        """
         namespaces = self._state.namespaces
         namespaces.on_new = told
         for digest, handle in namespaces.handles().items():
             told(handle, digest)
+        self._state.quotas.recount(self._pools)
 
     def shares(self) -> list[TenantShare]:
         """What every tenant has; none where no tenants are configured."""
@@ -60,6 +69,10 @@ class Sharing:
     def allow(self, namespace: int, access: Access) -> None:
         """A namespace, and the tenant that it is of, allow this."""
         self._state.uses.allow(namespace, access)
+
+    def access(self, session: int, namespace: int) -> Access:
+        """What a request of a session may do with a namespace. Raises: NotFound."""
+        return self._state.uses.of(self._state.sessions.get(session).use, namespace)
 
     def allow_session(self, session: int, access: Access) -> None:
         """A session allows itself this, until its processes are gone. Raises: NotFound."""

@@ -368,8 +368,7 @@ class Store:
         self._sealing.stores(found, stores)
         found.seen(seen)
         self._sealing.release(found, released_hbm, released_dram)
-        room = min(want_room, limits.max_want_room) if state.uses.needs_room(found.use) else 0
-        found.wants(min(want_slots, limits.max_want_slots), room)
+        found.wants(min(want_slots, limits.max_want_slots), min(want_room, limits.max_want_room))
         self._moving.queue_came()
         return StepAnswer(seal_outcomes=outcomes)
 

@@ -73,5 +73,5 @@ def check_reserves(tenants: Sequence[Tenant], name: str, capacity_bytes: int) ->
     if promised > capacity_bytes:
         raise ConfigError(
             f"{name}: its {format_size(capacity_bytes)} are less than the {format_size(promised)} that tenants have "
-            f"reserved: lower a {name}_reserve, or give more"
+            f"reserved: lower their {name}_reserve, or give more"
         )

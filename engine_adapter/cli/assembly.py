@@ -229,10 +229,11 @@ def _over_the_store(
                 socket=options.store,
                 name=f"{source.path.stem} worker {os.getpid()}",
                 geometry=geometry,
-                parts=namespace_parts(source, geometry, settings),
+                parts=_parts(source, geometry, settings, worker),
                 hbm_bytes=pages * geometry.slot_bytes // worker.tensor_parallel,
                 device=settings.device,
                 timeout_s=options.timeout_s,
+                use=worker.cache,
                 group=MemberGroup([member.link for member in started.members]),
             )
         )
@@ -318,13 +319,22 @@ def _block_manager(
         socket=options.store,
         name=f"{source.path.stem} worker {os.getpid()}",
         geometry=geometry,
-        parts=namespace_parts(source, geometry, settings),
+        parts=_parts(source, geometry, settings, options.worker),
         hbm_bytes=pages * geometry.slot_bytes,
         device=settings.device,
         timeout_s=options.timeout_s,
+        use=options.worker.cache,
     )
     with begin_block_manager(plan) as pending:
         yield _Pending(result=pending.result, settle=pending.pin_ahead, times=lambda: pending.times)
+
+
+def _parts(
+    source: ModelSource, geometry: Geometry, settings: EngineSettings, worker: WorkerConfig
+) -> Mapping[str, bytes]:
+    """The namespace of this worker's blocks."""
+    parts = namespace_parts(source, geometry, settings)
+    return parts if worker.tenant is None else {**parts, "tenant": worker.tenant.encode()}
 
 
 def _find_daemon(path: Path) -> None:

@@ -17,7 +17,13 @@ from rich.console import Console
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
 from engine_adapter.cli.connection import WorkerConnection
-from engine_adapter.cli.options import DeviceOption, LoadFormatOption, ModelOption
+from engine_adapter.cli.options import (
+    CacheOption,
+    DeviceOption,
+    LoadFormatOption,
+    ModelOption,
+    TenantOption,
+)
 from engine_adapter.jsonl import GenerateRequest, Message, Result
 from kvstore.cli.settings import load_settings
 from kvstore.config import Config
@@ -28,6 +34,11 @@ __all__ = ["generate", "read_prompt"]
 
 _NAME = "generate"
 _MAX_TIMEOUT_S = 86_400.0
+
+
+_Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Bitwise equal cold and cached; in this process.")
+]
 
 
 def generate(
@@ -43,10 +54,10 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bitwise equal cold and cached; in this process.")
-    ] = False,
+    deterministic: _Deterministic = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Without the store; in this process.")] = False,
+    cache: CacheOption = None,
+    tenant: TenantOption = None,
     worker: Annotated[Path | None, typer.Option(help="Socket of a running worker.")] = None,
     socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of a worker's silence that are borne.")] = 300.0,
@@ -66,18 +77,18 @@ def generate(
         seed=seed,
         stream=True,
     )
-    if not 0 < timeout <= _MAX_TIMEOUT_S:
-        raise InvalidArgument(f"--timeout is above 0 and at most {_MAX_TIMEOUT_S:,} seconds, not {timeout}")
-    if worker is not None and (deterministic or no_cache):
-        raise InvalidArgument("--deterministic and --no-cache belong to the worker: start it with them")
+    in_process = deterministic or no_cache or cache is not None or tenant is not None
+    _check(worker, timeout, in_process=in_process)
     flags = {
         "socket": socket,
         "worker.model": model,
         "worker.load_format": load_format,
         "worker.device": device,
+        "worker.cache": cache,
+        "worker.tenant": tenant,
     }
     config = load_settings(flags, file=file).config
-    connection = None if deterministic or no_cache else _find_worker(worker, config, timeout)
+    connection = None if in_process else _find_worker(worker, config, timeout)
     if connection is not None:
         with connection:
             _show(connection.ask(request), as_json=as_json)
@@ -89,6 +100,16 @@ def generate(
         timeout_s=config.client.timeout_s,
     )
     _show(_in_process(options, request), as_json=as_json)
+
+
+def _check(worker: Path | None, timeout: float, *, in_process: bool) -> None:
+    """Raises InvalidArgument for a time-out that is none, and for options of an engine beside a worker's socket."""
+    if not 0 < timeout <= _MAX_TIMEOUT_S:
+        raise InvalidArgument(f"--timeout is above 0 and at most {_MAX_TIMEOUT_S:,} seconds, not {timeout}")
+    if worker is not None and in_process:
+        raise InvalidArgument(
+            "--deterministic, --no-cache, --cache and --tenant belong to the worker: start it with them"
+        )
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

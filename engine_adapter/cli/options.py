@@ -4,7 +4,23 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["DeviceOption", "HbmOption", "LoadFormatOption", "ModelOption", "TensorParallelOption"]
+__all__ = [
+    "CacheOption",
+    "DeviceOption",
+    "HbmOption",
+    "LoadFormatOption",
+    "ModelOption",
+    "TenantOption",
+    "TensorParallelOption",
+]
+
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What it does with the cache: on, read (stores nothing), write (no hits), off, dry-run."
+    ),
+]
+TenantOption = Annotated[str | None, typer.Option(help="Whose blocks they are; two tenants share none.")]
 
 ModelOption = Annotated[str | None, typer.Option(help="`smollm2`, a Hugging Face folder or a GGUF file.")]
 LoadFormatOption = Annotated[

@@ -17,10 +17,12 @@ import typer
 
 from engine_adapter.cli.assembly import EngineOptions, default_listen, open_engine, share_the_cpu
 from engine_adapter.cli.options import (
+    CacheOption,
     DeviceOption,
     HbmOption,
     LoadFormatOption,
     ModelOption,
+    TenantOption,
     TensorParallelOption,
 )
 from engine_adapter.listening import listening, make_own_folder
@@ -32,25 +34,29 @@ __all__ = ["worker"]
 _log = logging.getLogger(__name__)
 
 
+_Listen = Annotated[Path | None, typer.Option(help="Socket for requests; beside the daemon's if not given.")]
+_Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Bitwise equal logits cold and cached; slower.")
+]
+
+
 def worker(
     *,
     model: ModelOption = None,
     load_format: LoadFormatOption = None,
     device: DeviceOption = None,
-    listen: Annotated[
-        Path | None, typer.Option(help="Socket for requests; beside the daemon's if not given.")
-    ] = None,
+    listen: _Listen = None,
     socket: Annotated[str | None, typer.Option(help="Socket of the kvstore daemon.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Run without the store.")] = False,
+    cache: CacheOption = None,
+    tenant: TenantOption = None,
     hbm: HbmOption = None,
     block_tokens: Annotated[int | None, typer.Option(help="Tokens in a block.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of one prefill step.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests in one batch.")] = None,
     tensor_parallel: TensorParallelOption = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 0: all cores.")] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bitwise equal logits cold and cached; slower.")
-    ] = False,
+    deterministic: _Deterministic = False,
     as_json: Annotated[bool, typer.Option("--json", help="The ready line as JSON.")] = False,
     file: Annotated[Path | None, typer.Option("--config", help="TOML file of the configuration.")] = None,
 ) -> None:
@@ -71,6 +77,8 @@ def worker(
         "worker.max_requests": max_requests,
         "worker.tensor_parallel": tensor_parallel,
         "worker.threads": threads,
+        "worker.cache": cache,
+        "worker.tenant": tenant,
     }
     config = load_settings(flags, file=file).config
     path = default_listen(config)

@@ -63,7 +63,8 @@ def _toml(settings: Sequence[Setting]) -> str:
         table, _, name = item.key.rpartition(".")
         if table != section:
             section = table
-            lines += ["", f"[{table}]"]
+            kind, _, name_of = table.partition(".")
+            lines += ["", f"[{kind}.{json.dumps(name_of, ensure_ascii=False)}]" if name_of else f"[{table}]"]
         literal = _literal(item)
         line = f"# {name} is not set" if literal is None else f"{name} = {literal}"
         lines.append(line if item.source == "default" else f"{line}  # {item.source}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,16 @@ from kvstore.config import ServeConfig
 from kvstore.daemon.blackbox import saved_paths
 from kvstore.daemon.handover import config_to_toml
 from kvstore.daemon.machine import check_disks, check_memory
+from kvstore.errors import ConfigError
 
 __all__ = ["keeper_command", "serve"]
+
+
+_Cache = Annotated[str | None, typer.Option(help="How it begins: on, read, write, off or dry-run.")]
+_Tenant = Annotated[
+    list[str] | None,
+    typer.Option(help="A setting of a tenant, like NAME.dram_quota=8GiB; several: again."),
+]
 
 
 def serve(
@@ -65,13 +74,16 @@ def serve(
         str | None, typer.Option(help="How long HBM that no engine maps is kept, like 120s.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    cache: _Cache = None,
+    tenant: _Tenant = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file to read instead of the usual places.")
     ] = None,
 ) -> None:
     """Run the service in the foreground."""
-    flags: dict[str, object] = {**locals()}  # each parameter but `config` is a setting of that name
-    del flags["config"]
+    flags: dict[str, object] = {**locals()}  # each parameter but these is a setting of that name
+    del flags["config"], flags["tenant"]
+    flags |= _of_tenants(tenant or [])
     flags["nvme"] = ",".join(nvme) if nvme else None
     settings = load_settings(flags, file=config).config.serve
     check_memory(settings)
@@ -79,6 +91,17 @@ def serve(
     command = keeper_command(settings)
     sys.stdout.flush()
     os.execv(command[0], command)  # noqa: S606 (our own interpreter and modules)
+
+
+def _of_tenants(given: Sequence[str]) -> dict[str, str]:
+    """Settings by key. Raises ConfigError."""
+    flags = {}
+    for text in given:
+        key, found, value = text.partition("=")
+        if not found or "." not in key:
+            raise ConfigError(f"--tenant {text}: write NAME.SETTING=VALUE, like alice.dram_quota=8GiB")
+        flags[f"tenants.{key}"] = value
+    return flags
 
 
 def keeper_command(settings: ServeConfig) -> list[str]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.admin import open_client
+from kvstore.cli.status_sharing import sharing_parts, sharing_values, use_of, used_for
 from kvstore.units import format_count, format_duration, format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -21,7 +22,9 @@ __all__ = ["status"]
 
 _BAR_WIDTH = 12
 _TIER_FIELDS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
-_SESSION_FIELDS = tuple(field.name for field in pb.SessionStats.DESCRIPTOR.fields)
+_SESSION_FIELDS = tuple(
+    field.name for field in pb.SessionStats.DESCRIPTOR.fields if field.name != "cache_use"
+)
 _DEVICE_FIELDS = tuple(field.name for field in pb.DeviceStats.DESCRIPTOR.fields)
 _PATH_FIELDS = tuple(field.name for field in pb.PathStats.DESCRIPTOR.fields)
 _GPU_FIELDS = tuple(field.name for field in pb.GpuStats.DESCRIPTOR.fields if field.name != "links")
@@ -55,6 +58,7 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
         "uptime_s": stats.uptime_s,
         "ready": stats.ready,
         "paused": stats.paused,
+        **sharing_values(stats),
         "rows": stats.rows,
         "max_rows": stats.max_rows,
         "queued_reads": stats.queued_reads,
@@ -64,7 +68,10 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
             {"tier": tier.tier, **{name: getattr(tier, name) for name in _TIER_FIELDS}}
             for tier in stats.tiers
         ],
-        "sessions": [{name: getattr(item, name) for name in _SESSION_FIELDS} for item in stats.sessions],
+        "sessions": [
+            {**{name: getattr(item, name) for name in _SESSION_FIELDS}, "cache": use_of(item.cache_use).value}
+            for item in stats.sessions
+        ],
         "paths": [{name: getattr(item, name) for name in _PATH_FIELDS} for item in stats.paths],
         "devices": [{name: getattr(item, name) for name in _DEVICE_FIELDS} for item in stats.devices],
         "gpus": [
@@ -80,7 +87,7 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
 
 
 def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter: bool) -> RenderableType:
-    state = "paused" if stats.paused else "ready" if stats.ready else "going down"
+    state = used_for(stats) if stats.ready else "going down"
     keeper = f", keeper {described.keeper_pid}" if described.keeper_pid else ""
     head = Text.assemble(
         ("kvstore ", "bold"),
@@ -93,6 +100,7 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         parts.append(_paths(stats))
     if early := _read_ahead(stats.counters):
         parts.append(Text(early))
+    parts += sharing_parts(stats)
     if len(stats.dram_curve) > 1:
         parts.append(Text(_curve(stats)))
     if stats.devices:

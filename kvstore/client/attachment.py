@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache_use import CacheUse
 from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import Descriptors, MappedMemory
 from kvstore.client.device import DeviceSpec, device_message, hbm_slots, open_device
@@ -25,6 +26,7 @@ from kvstore.errors import FailedPrecondition, KvstoreError, Unauthenticated, Un
 from kvstore.geometry import Geometry
 from kvstore.identity import HashChain, namespace_digest, packed_tokens
 from kvstore.layout import GENERATION_SHIFT, Tier
+from kvstore.wire.cache_use import cache_use_message
 from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
@@ -79,6 +81,7 @@ class Attachment:
         timeout_s: float,
         listener: DramListener | None = None,
         group: Group | None = None,
+        use: CacheUse = CacheUse.ON,
     ) -> None:
         """Opens the device, attaches and maps. Raises: as `open_device`, as the daemon answers, and as the group."""
         self._group = group
@@ -88,6 +91,7 @@ class Attachment:
         self._shard.nbytes(geometry.slot_bytes)  # whether blocks can be shared so
         self.geometry = geometry
         self._name = name
+        self._use = use
         self._spec = spec
         self._listener = listener
         self._rpc = rpc
@@ -236,6 +240,7 @@ class Attachment:
             hbm_bytes=self._budget_bytes(),
             members=self._members,
             resume=resume,
+            cache_use=cache_use_message(self._use.access),
         )
         reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
         return reply

@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache_use import Access, CacheUse
 from kvstore.client.attachment import Attachment, Namespace
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
@@ -63,14 +64,16 @@ class Session:
         timeout_s: float,
         listener: DramListener | None = None,
         group: Group | None = None,
+        use: CacheUse = CacheUse.ON,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
         self.name = name
         self.geometry = geometry
         self.device = device
+        self.use = use
         self._timeout_s = timeout_s
         self._closed = False
-        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group)
+        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group, use)
         memory = self._attachment.memory
         targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0, memory.free_pages())
         self._state = SessionState(
@@ -108,7 +111,12 @@ class Session:
         return self._attachment.open_namespace(parts)
 
     def match(self, namespace: Namespace, hashes: U64) -> MatchResult:
-        """The leading blocks that are cached, looked up in the mapped tables: no call, no side effect, only a hint."""
+        """The leading blocks that are cached, looked up in the mapped tables: no call, no side effect, only a hint.
+
+        None for a session that does not read; where it is the service that gives no hits, `acquire` says so.
+        """
+        if not self.use.access & Access.READS:
+            hashes = hashes[:0]
         tables = self._attachment.memory.tables
         device = None if self.device is None else self.device.index
         return match(tables.columns, tables.index, namespace.handle, hashes, device=device)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+from kvstore.cache_use import CacheUse
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.movers import Movers
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.resizing import Resizing
 from kvstore.daemon.sessions import Sessions
+from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.unary import session_stats
 from kvstore.errors import InvalidArgument
 from kvstore.moves import NamespaceId
+from kvstore.wire.cache_use import cache_use_of
 from kvstore.wire.packed import hashes_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.nvme.cleared import EVERY_NAMESPACE
@@ -28,7 +31,14 @@ class Admin:
     """Answers administrators. Every method raises KvstoreError for what it refuses."""
 
     def __init__(
-        self, *, owner: Owner, sessions: Sessions, memory: Memory, movers: Movers, resizing: Resizing
+        self,
+        *,
+        owner: Owner,
+        sessions: Sessions,
+        memory: Memory,
+        movers: Movers,
+        resizing: Resizing,
+        tenancy: Tenancy,
     ) -> None:
         self._owner = owner
         self._store = owner.store
@@ -36,6 +46,7 @@ class Admin:
         self._memory = memory
         self._movers = movers
         self._resizing = resizing
+        self._tenancy = tenancy
 
     async def pin(self, request: pb.PinRequest) -> pb.PinReply:
         """Keeps a chain from eviction for a time."""
@@ -102,14 +113,9 @@ class Admin:
         return pb.ForgetReply(freed_slots=self._sessions.forget(session))
 
     async def pause(self, request: pb.PauseRequest) -> pb.PauseReply:
-        """Takes the service out of use, or back into it."""
-        self._owner.paused = request.paused
-        if request.paused:
-            self._owner.warnings["paused"] = (
-                "paused by the administrator: every lookup misses, nothing is stored"
-            )
-        else:
-            self._owner.warnings.pop("paused", None)
+        """Takes the service, a tenant or a namespace out of use, or back into it."""
+        use = cache_use_of(request.cache_use, CacheUse.OFF) if request.paused else CacheUse.ON
+        self._tenancy.use(use, tenant=request.tenant, digest=request.digest)
         return pb.PauseReply()
 
     async def resize(self, request: pb.ResizeRequest) -> pb.ResizeReply:

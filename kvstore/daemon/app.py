@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cache_use import CacheUse
 from kvstore.config import Recovery, ServeConfig
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.blackbox import BLACKBOX, open_recorder, saved_paths
@@ -40,6 +41,7 @@ from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.sizes import Sizes
 from kvstore.daemon.sockets import Sockets
 from kvstore.daemon.stream import SessionStreams
+from kvstore.daemon.tenancy import Tenancy
 from kvstore.daemon.transfers import Transfers
 from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError, KvstoreError
@@ -171,6 +173,7 @@ class Daemon:
         self._owner = Owner(
             store=tables.store, config=self._config, boot_epoch=time.time_ns(), recorder=self._recorder
         )
+        tenancy = Tenancy(self._owner, self._namespaces)
         self._sizes = Sizes({} if tables.fresh else self._inherited)
         self._memory = Memory(self._owner, self._kept, tables.columns, self._sizes)
         self._sessions = Sessions(self._owner, self._kept)
@@ -194,6 +197,7 @@ class Daemon:
             devices=self._devices,
             movers=self._movers,
             namespaces=self._namespaces,
+            tenancy=tenancy,
             keeper_pid=lambda: self._kept.keeper_pid,
         )
         streams = SessionStreams(self._owner)
@@ -213,10 +217,12 @@ class Daemon:
                 memory=self._memory,
                 movers=self._movers,
                 resizing=self._resizing,
+                tenancy=tenancy,
             ),
             transfers=self._transfers,
             streams=streams,
             disk_serves=self._movers.serves,
+            cache_serves=lambda: tenancy.everywhere is CacheUse.ON,
         )
         self._frames = FrameServer(self._owner, streams)
         self._metrics = _metrics_server(self._config.metrics_port, unary)

@@ -76,6 +76,7 @@ class StatsCollector(Collector):
         yield held
         yield from _devices(stats)
         yield from _paths(stats)
+        yield from _tenants(stats)
         for name, value in (
             ("rows", stats.rows),
             ("max_rows", stats.max_rows),
@@ -84,6 +85,12 @@ class StatsCollector(Collector):
             ("moves_in_flight", stats.moves_in_flight),
             ("uptime_seconds", stats.uptime_s),
             ("paused", stats.paused),
+            (
+                "cache_reads",
+                stats.cache_use not in (pb.CACHE_USE_OFF, pb.CACHE_USE_WRITE, pb.CACHE_USE_DRY_RUN),
+            ),
+            ("cache_writes", stats.cache_use not in (pb.CACHE_USE_OFF, pb.CACHE_USE_READ)),
+            ("restricted", len(stats.restricted)),
             ("ready", stats.ready),
             ("warnings", len(stats.warnings)),
         ):
@@ -120,6 +127,30 @@ def _paths(stats: pb.StatsReply) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"kvstore_path_{name}", f"{name} of an NVMe path", labels=["path"])
         for path in stats.paths:
             counter.add_metric([path.path], getattr(path, name))
+        yield counter
+
+
+def _tenants(stats: pb.StatsReply) -> Iterator[Metric]:
+    """Each tenant of the configuration, and the others together as `*`: their number bounds that of the labels."""
+    for name in ("used_bytes", "quota_bytes", "reserve_bytes"):
+        gauge = GaugeMetricFamily(
+            f"kvstore_tenant_{name}", f"{name} of a tenant in a tier", labels=["tenant", "tier"]
+        )
+        for tenant in stats.tenants:
+            for tier in tenant.tiers:
+                gauge.add_metric([tenant.tenant, tier.tier], getattr(tier, name))
+        yield gauge
+    evicted = CounterMetricFamily(
+        "kvstore_tenant_evicted_blocks", "Victims of a tenant in a tier", labels=["tenant", "tier"]
+    )
+    for tenant in stats.tenants:
+        for tier in tenant.tiers:
+            evicted.add_metric([tenant.tenant, tier.tier], tier.evicted_blocks)
+    yield evicted
+    for name in ("asked_blocks", "hit_blocks"):
+        counter = CounterMetricFamily(f"kvstore_tenant_{name}", f"{name} of a tenant", labels=["tenant"])
+        for tenant in stats.tenants:
+            counter.add_metric([tenant.tenant], getattr(tenant, name))
         yield counter
 
 

@@ -45,7 +45,6 @@ class Owner:
         self.counters = Counters()
         self.requests = Requests(config.dram_bytes)
         self.started_s = time.monotonic()
-        self.paused = False
         self.draining = False
         self.found_wrong = False
         """Whether any block was not what was stored."""
@@ -142,7 +141,7 @@ class Owner:
 
     def _top_up(self, session: Session) -> None:
         """Slots in hand, for sessions that asked and that can be told."""
-        if session.wants and session.outbox is not None and not self.paused:
+        if session.wants and session.outbox is not None:
             slots = self.store.top_up(session.id, session.next_id())
             if slots is not None:
                 session.post(slots=slots_message(slots))

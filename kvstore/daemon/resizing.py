@@ -22,6 +22,7 @@ from kvstore.daemon.space import PathSpace
 from kvstore.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from kvstore.layout import Tier
 from kvstore.moves import ExtentInfo
+from kvstore.tenant import check_reserves
 from kvstore.units import format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.base import PAGE_BYTES
@@ -84,6 +85,7 @@ class Resizing:
             target = nbytes // size * size
             if target != self._memory.dram_bytes:
                 check_memory(replace(self._owner.config, dram_bytes=target))
+                check_reserves(self._owner.config.tenants, "dram", target)
                 self._check_tables(Tier.DRAM, target - self._memory.dram_bytes, size)
                 _LOG.info("dram resized", before=self._memory.dram_bytes, now=target)
                 self._memory.resize_dram(target)
@@ -105,6 +107,8 @@ class Resizing:
             mover, resizer = self._path(name)
             space = mover.space
             if nbytes != space.capacity_bytes:
+                together = sum(path.capacity_bytes for path in self._movers.path_stats())
+                check_reserves(self._owner.config.tenants, "nvme", together - space.capacity_bytes + nbytes)
                 map_bytes = await self._check_path(space, nbytes)
                 _LOG.info("path resized", path=name, before=space.capacity_bytes, now=nbytes)
                 await space.take(nbytes, map_bytes)

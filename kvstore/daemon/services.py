@@ -57,6 +57,7 @@ _SERVICES = pb.DESCRIPTOR.services_by_name
 _Health = health_pb2.HealthCheckResponse
 _SERVICE_NAMES = ("", "kvstore.v1.Kvstore")
 _BLOCKS_SERVICE = "blocks"
+_CACHE_SERVICE = "cache"
 _DISK_SERVICE = "nvme:"
 _Handler = Callable[[Any, Context], Awaitable[Any]]
 
@@ -73,9 +74,14 @@ class Services:
         transfers: Transfers,
         streams: SessionStreams,
         disk_serves: Callable[[str], bool | None],
+        cache_serves: Callable[[], bool],
     ) -> None:
-        """`disk_serves`: whether the path with a folder does all that is asked of it; None: there is no such path."""
+        """`disk_serves`: whether the path with a folder does all that is asked of it; None: there is no such path.
+
+        `cache_serves`: whether hits are served and blocks stored.
+        """
         self._owner = owner
+        self._cache_serves = cache_serves
         self._disk_serves = disk_serves
         self._config = owner.config
         limits = self._config.limits
@@ -165,12 +171,15 @@ class Services:
             await asyncio.sleep(_HEALTH_POLL_S)
 
     def _health_now(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        """Of the service, which nothing below ends, of `nvme:FOLDER`, or of `blocks`: whether all were right so far."""
+        """Of the service, which nothing below ends; of `nvme:FOLDER`; of `blocks`: whether all were right so far; of
+        `cache`: whether it is in use."""
         serves: bool | None = None
         if service in _SERVICE_NAMES:
             serves = True
         elif service == _BLOCKS_SERVICE:
             serves = not self._owner.found_wrong
+        elif service == _CACHE_SERVICE:
+            serves = self._cache_serves()
         elif service.startswith(_DISK_SERVICE):
             serves = self._disk_serves(service.removeprefix(_DISK_SERVICE))
         if serves is None:

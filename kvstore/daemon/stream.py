@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+from kvstore.cache_use import Access
 from kvstore.daemon.handlers import Malformed
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
@@ -173,8 +174,6 @@ class SessionStreams:
         if request.reserve_slots > self._limits.chain_blocks:
             raise InvalidArgument(f"at most {self._limits.chain_blocks} slots can be reserved at once")
         now_ms = self._owner.now_ms()
-        if self._owner.paused:
-            hashes = _unknown(hashes)
         grant = self._store.acquire(
             now_ms=now_ms,
             session=session.id,
@@ -189,7 +188,7 @@ class SessionStreams:
         fault("grant.commit")
         session.post(grant=_grant_message(message.id, grant))
         fault("grant.sent")
-        if not self._owner.paused:
+        if self._store.sharing.access(session.id, namespace) & Access.COUNTS:
             self._owner.requests.asked(session, namespace, request.lease, hashes, now_ms)
 
     def _step(self, session: Session, message: pb.ClientMessage) -> None:
@@ -199,8 +198,6 @@ class SessionStreams:
         if len(seals) and not np.isin(seals["namespace"], opened).all():
             raise PermissionDenied("a seal names a namespace that this session has not opened")
         released_hbm, released_dram = u32_of(request.released_hbm), u32_of(request.released_dram)
-        if self._owner.paused:
-            seals = seals[:0]
         answer = self._store.step(
             now_ms=self._owner.now_ms(),
             session=session.id,
@@ -217,24 +214,21 @@ class SessionStreams:
         if request.seals:
             fault("seal.commit")
             outcomes = answer.seal_outcomes.tobytes()
-            if self._owner.paused:
-                outcomes = bytes([pb.SEAL_OUTCOME_DUPLICATE]) * (len(request.seals) // SEAL.itemsize)
             session.post(step_result=pb.StepResult(id=message.id, seal_outcomes=outcomes))
 
     def _prefetch(self, session: Session, message: pb.ClientMessage) -> None:
         request = message.prefetch
         namespace = self._namespace(session, request.namespace)
         hashes = self._chain(request.hashes)
-        if not self._owner.paused:
-            now_ms = self._owner.now_ms()
-            self._store.prefetch(
-                now_ms=now_ms,
-                session=session.id,
-                namespace=namespace,
-                lease=request.lease,
-                hashes=hashes,
-                deadline_ms=now_ms + request.deadline_ms if request.deadline_ms else 0,
-            )
+        now_ms = self._owner.now_ms()
+        self._store.prefetch(
+            now_ms=now_ms,
+            session=session.id,
+            namespace=namespace,
+            lease=request.lease,
+            hashes=hashes,
+            deadline_ms=now_ms + request.deadline_ms if request.deadline_ms else 0,
+        )
 
     def _cancel(self, session: Session, message: pb.ClientMessage) -> None:
         self._store.cancel(session.id, message.cancel.lease)
@@ -260,12 +254,6 @@ class SessionStreams:
                 f"one message names at most {self._limits.chain_blocks} blocks, not {len(records)}"
             )
         return records
-
-
-def _unknown(hashes: U64) -> U64:
-    """A chain that nobody has stored: while the service is paused every lookup misses, and slots are still given."""
-    salt = np.random.default_rng().integers(0, 1 << 63, size=2, dtype=np.uint64)
-    return hashes ^ salt
 
 
 def _grant_message(message_id: int, grant: Grant) -> pb.Grant:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvstore import __version__
+from kvstore.cache_use import CacheUse
 from kvstore.daemon.devices import Devices
 from kvstore.daemon.handover import config_to_toml
 from kvstore.daemon.identity import device_digest
@@ -18,6 +19,7 @@ from kvstore.daemon.namespaces import Namespaces
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import TOKEN_BYTES, Session, token_digest
 from kvstore.daemon.sessions import Sessions
+from kvstore.daemon.tenancy import Tenancy
 from kvstore.errors import (
     InvalidArgument,
     NotFound,
@@ -29,6 +31,7 @@ from kvstore.errors import (
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.layout import Tier
 from kvstore.moves import SessionInfo, TierStats
+from kvstore.wire.cache_use import cache_use_message, cache_use_of
 from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.packed import hashes_of, u32_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -55,6 +58,7 @@ class Unary:
         devices: Devices,
         movers: Movers,
         namespaces: Namespaces,
+        tenancy: Tenancy,
         keeper_pid: Callable[[], int],
     ) -> None:
         self._owner = owner
@@ -63,6 +67,7 @@ class Unary:
         self._devices = devices
         self._movers = movers
         self._namespaces = namespaces
+        self._tenancy = tenancy
         self._keeper_pid = keeper_pid
 
     # ------------------------------------------------------------ sessions
@@ -76,8 +81,11 @@ class Unary:
                 f"protocol version {request.protocol_version}; this daemon speaks {PROTOCOL_VERSION}"
             )
         geometry = _geometry(request)
+        access = cache_use_of(request.cache_use, CacheUse.ON).access
         if request.HasField("resume"):
-            return self._resume(request)
+            reply = self._resume(request)
+            self._owner.store.sharing.allow_session(reply.session, access)
+            return reply
         if len(request.name.encode()) > _MAX_NAME_BYTES:
             raise InvalidArgument(f"the name is longer than {_MAX_NAME_BYTES} bytes")
         members = request.members or 1
@@ -98,6 +106,7 @@ class Unary:
             members=members,
             identity=identity,
         )
+        self._owner.store.sharing.allow_session(session.id, access)
         return self._attached(session, token, resumed=False)
 
     def _resume(self, request: pb.AttachRequest) -> pb.AttachReply:
@@ -146,7 +155,7 @@ class Unary:
         if len(parts) != len(request.parts):
             raise InvalidArgument("a part of the namespace is stated twice")
         known = self._namespaces.opened(parts)
-        handle = self._owner.store.open_namespace(session.id, known.row_digest)
+        handle = self._tenancy.open(session.id, known)
         if handle not in session.namespaces and len(session.namespaces) >= _MAX_NAMESPACES_PER_SESSION:
             raise InvalidArgument(f"at most {_MAX_NAMESPACES_PER_SESSION} namespaces in one session")
         session.namespaces[int(handle)] = handle
@@ -208,7 +217,10 @@ class Unary:
             moves_in_flight=stats.moves_in_flight,
             uptime_s=time.monotonic() - self._owner.started_s,
             boot_epoch=self._owner.boot_epoch,
-            paused=self._owner.paused,
+            paused=self._tenancy.everywhere is CacheUse.OFF,
+            cache_use=cache_use_message(self._tenancy.everywhere.access),
+            tenants=self._tenancy.tenant_stats(),
+            restricted=self._tenancy.restricted(),
             ready=not self._owner.draining,
             warnings=list(self._owner.warnings.values()),
             devices=self._devices.device_stats(),
@@ -304,5 +316,6 @@ def session_stats(info: SessionInfo, now_ms: int, loads: pb.LoadStats | None = N
         held_hbm_slots=info.held_hbm_slots,
         held_dram_slots=info.held_dram_slots,
         age_s=max(0, now_ms - info.attached_ms) / 1000,
+        cache_use=cache_use_message(info.access),
         loads=loads,
     )

@@ -162,7 +162,7 @@ async def import_file(
     async with _opened(path) as opened:
         header = opened.header
         stats = await _grown(client)
-        if stats.paused:
+        if stats.cache_use in (pb.CACHE_USE_OFF, pb.CACHE_USE_READ):
             raise FailedPrecondition("the service is paused by its administrator: nothing is stored")
         await asyncio.to_thread(_adopt_key, admin, header, replace_key)
         room = _room(stats)

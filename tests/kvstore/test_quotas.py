@@ -244,11 +244,11 @@ def test_what_is_counted_survives_a_restart_and_a_change_of_hands() -> None:
     sharing = shared.rig.store.sharing
     assert sharing.shares() == [], "a new store has to be told of its tenants"
     sharing.configure((Tenant(name=ALICE), Tenant(name=BOB)))
-    for name in (ALICE, BOB):
-        sharing.assign(shared.rig.namespaces[shared.sessions[name]], name)
+    of = {shared.rig.namespaces[shared.sessions[name]]: name for name in (ALICE, BOB)}
+    sharing.on_namespace(lambda handle, _digest: sharing.assign(handle, of.get(handle, OTHERS)))
     shared.sharing = sharing
     assert shared.all_used() == before
-    sharing.assign(shared.rig.namespaces[shared.sessions[ALICE]], BOB)
+    sharing.reassign(shared.rig.namespaces[shared.sessions[ALICE]], BOB)
     assert shared.used(Tier.DRAM) == {OTHERS: 0, ALICE: 0, BOB: 8}
     shared.rig.check()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from kvstore.cache_use import CacheUse
 from kvstore.config import (
     ClientConfig,
     Durability,
@@ -21,6 +22,7 @@ from kvstore.config import (
 from kvstore.daemon.handover import config_from_toml, config_to_toml
 from kvstore.errors import ConfigError
 from kvstore.settings import Resolved, environment_name, resolve
+from kvstore.tenant import Tenant
 from kvstore.units import GIB, MIB
 
 
@@ -171,7 +173,7 @@ def test_each_field_can_be_given(record: type) -> None:
     prefix = {ServeConfig: "", Limits: "limits.", ClientConfig: "client.", WorkerConfig: "worker."}[record]
     shown = {item.key: item for item in settle().settings}
     for field in dataclasses.fields(record):
-        if field.name == "limits":
+        if field.name in ("limits", "tenants"):  # records of their own
             continue
         key = prefix + field.name.removesuffix("_bytes").removesuffix("_s")
         item = shown[key]
@@ -181,12 +183,69 @@ def test_each_field_can_be_given(record: type) -> None:
             "tcp": "127.0.0.1:1",
             "socket_group": "kv",
             "worker.socket": "/s",
+            "worker.tenant": "alice",
         }
         text = given_texts.get(key, item.text)
         given = settle(environ={environment_name(key): str(text) or "1"})
         assert source(given, key) == f"environment {environment_name(key)}"
         if item.value not in (None, ()):
             assert given.config == settle().config
+
+
+def test_tenants_are_tables_of_any_name() -> None:
+    file = """
+        dram = "4GiB"
+        [tenants.alice]
+        dram_quota = "2GiB"
+        dram_reserve = "1GiB"
+        [tenants."a.b c"]
+        cache = "dry-run"
+        [tenants.bob]
+        [tenants."*"]
+        dram_quota = "1GiB"
+    """
+    resolved = settle({"tenants.alice.dram_quota": "3GiB", "tenants.eve.cache": "off"}, file=file)
+    by_name = {tenant.name: tenant for tenant in resolved.config.serve.tenants}
+    assert by_name == {
+        "alice": Tenant(name="alice", dram_quota_bytes=3 * GIB, dram_reserve_bytes=GIB),
+        "a.b c": Tenant(name="a.b c", cache=CacheUse.DRY_RUN),
+        "bob": Tenant(name="bob"),
+        "*": Tenant(name="*", dram_quota_bytes=GIB),
+        "eve": Tenant(name="eve", cache=CacheUse.OFF),
+    }
+    assert source(resolved, "tenants.alice.dram_quota") == "flag"
+    assert source(resolved, "tenants.alice.dram_reserve") == "k.toml"
+    handed = config_from_toml(config_to_toml(resolved.config.serve))
+    assert handed == resolved.config.serve, "the daemon gets what the command line read"
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ('[tenants.a]\ndram_quotta = "1GiB"', "k.toml: unknown key 'tenants.a.dram_quotta'; did you mean"),
+        ('[tenants.a]\nname = "b"', "k.toml: unknown key 'tenants.a.name'"),
+        ("tenants = 3", "k.toml: unknown key 'tenants'"),
+        (
+            '[tenants.a]\ncache = "never"',
+            "k.toml: tenants.a.cache: 'never' is not one of on, read, write, off",
+        ),
+        (
+            '[tenants.a]\ndram_quota = "1GiB"\ndram_reserve = "2GiB"',
+            "k.toml: tenants.a.dram_reserve: 2GiB is more than the quota of 1GiB",
+        ),
+        (
+            '[tenants.a]\ndram_reserve = "1GiB"\n[tenants.b]\ndram_reserve = "1536MiB"',
+            "dram: its 2GiB are less than the 2.5GiB that tenants have reserved",
+        ),
+        ('[tenants.a]\nnvme_reserve = "1GiB"', "nvme: its 0B are less than the 1GiB"),
+        ('[tenants."a\\nb"]\ncache = "off"', "tenants: 'a\\nb' is no name"),
+    ],
+)
+def test_a_wrong_tenant_is_refused_in_one_line(file: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(file=file)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
 
 
 def test_default_socket_belongs_to_the_user() -> None:
