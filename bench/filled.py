@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, Pages, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,14 @@ class FilledBlocks:
             given = [self._free.pop() for _ in range(missing)]
             table.pages = np.concatenate([table.pages, np.array(given, dtype=np.int32)])
         return True
+
+    def reach(self, request: RequestId, num_tokens: int) -> Reach:
+        """See BlockManager. Nothing is loaded."""
+        assert request in self._tables
+        return Reach(computed_tokens=num_tokens, stop_tokens=EVERYTHING)
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """See BlockManager. Nothing is decided."""
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         """See BlockManager."""

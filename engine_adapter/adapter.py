@@ -23,19 +23,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.absence import Absence
+from engine_adapter.admissions import admission
 from engine_adapter.adoption import Adoption
 from engine_adapter.ahead import LoadAhead
-from engine_adapter.base import Admission, Pages, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 from engine_adapter.copier import Copier
+from engine_adapter.load_choice import ChoiceSettings, LoadChoice
+from engine_adapter.load_plans import LoadPlans
 from engine_adapter.loads import Load
 from engine_adapter.pace import Pace
+from engine_adapter.seals import seals
 from engine_adapter.write_through import WriteThrough
 from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
 from kvstore.errors import Unavailable
 from kvstore.identity import HashChain
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome
-from kvstore.wire.packed import SEAL
 
 __all__ = ["KvstoreBlockManager"]
 
@@ -74,6 +77,8 @@ class _Request:
     slots: _U32 = field(default_factory=lambda: _NO_SLOTS)  # block table, as slots
     pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
     sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
+    named_blocks: int = 0  # of its chain, in its last question
+    behind: range = range(0)  # blocks that were loaded while those before them were computed
     lost: bool = False  # a slot of it is no longer ours: it has to be computed again
 
 
@@ -88,6 +93,7 @@ class KvstoreBlockManager:
         *,
         patience_s: float = 5.0,
         away_s: float = 30.0,
+        loads: ChoiceSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`parts`: what makes this engine's KV interchangeable (kvstore/identity.py). Caller closes session and copier.
@@ -96,6 +102,7 @@ class KvstoreBlockManager:
         those that a request of this engine computes it waits however long that takes: this engine is alive.
 
         `away_s`: once the daemon has been away for so long, a request that needs more than the slots in hand fails.
+        `loads`: how it is decided what is loaded and what computed; None: as for an engine that can do one at a time.
         """
         self._session = session
         self._copier = copier
@@ -110,9 +117,10 @@ class KvstoreBlockManager:
         self._num_admitted = 0
         self._pace = Pace()
         self._ahead = LoadAhead(session, self._namespace, copier, clock)
-        self.write_through = WriteThrough(
-            session, copier, max_backlog_blocks=max(64, session.hbm.num_pages // 4)
-        )
+        self._choice = LoadChoice(session, loads or ChoiceSettings(), clock)
+        self._plans = LoadPlans(session, self._namespace, copier, self._choice, self._leases, clock)
+        bound = max(64, session.hbm.num_pages // 4)
+        self.write_through = WriteThrough(session, copier, max_backlog_blocks=bound, watch=self._choice)
         session.listen(self.write_through)
         self.adoption = Adoption(session, self._namespace, self.write_through, next(self._leases))
 
@@ -152,7 +160,7 @@ class KvstoreBlockManager:
             found=self._session.match(self._namespace, prompt).tiers,
         )
         self._requests[request] = self._by_lease[entry.lease] = entry
-        if (entry.found == Tier.NVME).any() or (ahead and len(entry.found)):
+        if self._plans.prefetches(entry.found, len(token_ids), ahead):
             now = self._clock()
             in_ms = max(1, int((self._pace.expect(now, ahead) - now) * 1000))
             self._session.prefetch(self._namespace, entry.lease, prompt, deadline_ms=in_ms)
@@ -191,8 +199,13 @@ class KvstoreBlockManager:
             if ready > entry.seen_blocks or self._computed_here(entry, ready):
                 # What it waits for is still being filled: as long as that goes on, so does the wait.
                 entry.seen_blocks, entry.patience_until = ready, now + self._patience_s
+        ask = self._plans.ask(entry.lease, prompt, num_tokens, functools.partial(self._computed_here, entry))
+        if ask is None:
+            entry.retry_at = now + _RETRY_S
+            return
+        prompt, entry.named_blocks = prompt[: ask.blocks], ask.blocks
         reserve = max(0, self._blocks(num_tokens) - len(prompt))
-        entry.changed, entry.private = False, now > entry.patience_until
+        entry.changed, entry.private = False, ask.private or now > entry.patience_until
         entry.grant = self._session.acquire(
             self._namespace,
             entry.lease,
@@ -213,7 +226,7 @@ class KvstoreBlockManager:
             return
         grant = entry.grant.result(0)
         waits = grant.outcomes >= Outcome.PROMOTING
-        missing = self._blocks(num_tokens) - entry.cap_blocks - len(grant.reserve_slots)
+        missing = self._blocks(num_tokens) - entry.named_blocks - len(grant.reserve_slots)
         extra = None if waits.any() else self._session.take_credit(max(0, missing))
         if extra is None:
             short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
@@ -244,6 +257,7 @@ class KvstoreBlockManager:
 
     def _start_again(self, entry: _Request) -> None:
         """A request that does not run yet gives back what it got."""
+        self._plans.end(entry.lease)
         if entry.grant is not None:
             entry.grant.abandon()
         self._session.stage(dropped_hbm=entry.slots)
@@ -259,8 +273,10 @@ class KvstoreBlockManager:
         entry.grant = None
         self._cover(entry, np.concatenate([grant.hbm_slots, grant.reserve_slots, extra.slots]))
         entry.sealed_blocks = int(hit.sum())
-        entry.admission = self._admission(entry, grant.outcomes[: entry.sealed_blocks])
+        outcomes = grant.outcomes[: entry.sealed_blocks]
+        entry.admission = admission(outcomes, entry.found, self.block_tokens)
         entry.phase = _Phase.LOADING
+        self._plans.begin(entry.lease, entry.sealed_blocks)
         if in_dram.any():
             entry.load = Load(
                 self._session,
@@ -273,6 +289,8 @@ class KvstoreBlockManager:
             entry.load.submit(self._copier)
             if not entry.load.loaded:
                 return
+        if entry.load is not None:
+            self._plans.loaded(entry.load)
         entry.load = None
         if entry.lost:
             self._start_again(entry)
@@ -293,19 +311,9 @@ class KvstoreBlockManager:
 
     def _admit(self, entry: _Request) -> None:
         entry.phase = _Phase.ADMITTED
+        self._plans.admitted(entry.lease, entry.sealed_blocks)
         self._num_admitted += 1
         self._pace.let_in(self._clock(), len(self._requests) - self._num_admitted)
-
-    def _admission(self, entry: _Request, outcomes: NDArray[np.uint8]) -> Admission:
-        """Where each hit was found: on disk, where a prefetch has brought it up since it was enqueued."""
-        tiers = np.where(outcomes == Outcome.HIT_HBM, Tier.HBM, Tier.DRAM)
-        early = entry.found[: len(tiers)]
-        tiers[: len(early)] = np.where(early == Tier.NVME, Tier.NVME, tiers[: len(early)])
-        tokens = {tier.name.lower(): int((tiers == tier).sum()) * self.block_tokens for tier in Tier}
-        return Admission(
-            cached_tokens=len(outcomes) * self.block_tokens,
-            cached_by_tier={name: found for name, found in tokens.items() if found},
-        )
 
     # ------------------------------------------------------------ running requests
 
@@ -329,6 +337,24 @@ class KvstoreBlockManager:
         self._cover(entry, run.slots)
         return True
 
+    def reach(self, request: RequestId, num_tokens: int) -> Reach:
+        """See BlockManager. What is loaded from behind comes into the table here."""
+        entry = self._requests[request]
+        progress = self._plans.progress(entry.lease, num_tokens)
+        if progress is None:
+            return Reach(computed_tokens=num_tokens, stop_tokens=EVERYTHING)
+        for piece in progress.pieces:
+            entry.slots, unused = piece.into(entry.slots, self._blocks(num_tokens))
+            self._session.stage(dropped_hbm=unused)
+        if progress.pieces:
+            entry.pages = self._session.hbm.page_of(entry.slots)
+        entry.behind = progress.behind
+        return progress.reach
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """See BlockManager."""
+        self._choice.computed(spans, seconds)
+
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         """See BlockManager."""
         entry = self._requests[request]
@@ -337,7 +363,8 @@ class KvstoreBlockManager:
             entry.chain.extend(token_ids[hashed:num_tokens])
         full = num_tokens // self.block_tokens
         if full > entry.sealed_blocks and not entry.lost:
-            self._session.stage(seals=self._seals(entry, entry.sealed_blocks, full))
+            self._seal(entry, range(entry.sealed_blocks, min(full, entry.behind.start)))
+            self._seal(entry, range(max(entry.sealed_blocks, entry.behind.stop), full))
             entry.sealed_blocks = full
 
     def release(self, request: RequestId) -> None:
@@ -346,6 +373,7 @@ class KvstoreBlockManager:
         if entry is None:
             return
         del self._by_lease[entry.lease]
+        self._plans.end(entry.lease)
         self._ahead.end(request)
         if entry.grant is not None:
             entry.grant.abandon()
@@ -386,6 +414,7 @@ class KvstoreBlockManager:
     def _keep_in_touch(self) -> None:
         self.adoption.poll()
         self._ahead.poll()
+        self._choice.settle()
         self._session.step()
         self._absorb_events()
         self._absence.note(self._session.available)
@@ -427,22 +456,16 @@ class KvstoreBlockManager:
         entry.slots = np.concatenate([entry.slots, slots])
         entry.pages = np.concatenate([entry.pages, self._session.hbm.page_of(slots)])
 
-    def _seals(self, entry: _Request, begin: int, end: int) -> NDArray[np.void]:
-        """SEAL[end - begin] of the blocks [begin, end)."""
-        seals = np.zeros(end - begin, dtype=SEAL)
-        hashes = entry.chain.hashes
-        seals["slot"] = entry.slots[begin:end]
-        seals["generation"] = self._session.generations_of(Tier.HBM, entry.slots[begin:end])
-        seals["namespace"] = self._namespace.handle
-        seals["depth"] = np.arange(begin, end, dtype=np.uint32)
-        seals["hash"] = hashes[begin:end]
-        seals["parent"][1 if begin == 0 else 0 :] = hashes[max(0, begin - 1) : end - 1]
-        return seals
+    def _seal(self, entry: _Request, blocks: range) -> None:
+        if len(blocks):
+            records = seals(self._session, self._namespace, entry.chain.hashes, entry.slots, blocks)
+            self._session.stage(seals=records)
 
     def _absorb_events(self) -> None:
         for event in self._session.poll():
             if isinstance(event, Changed):
                 for lease in event.leases:
+                    self._plans.changed(lease)
                     if (entry := self._by_lease.get(lease)) is not None:
                         entry.retry_at, entry.changed = 0.0, True
             elif isinstance(event, Lost):

@@ -21,9 +21,11 @@ from typing import NewType, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "BlockManager", "Pages", "RequestId"]
+__all__ = ["Admission", "BlockManager", "Pages", "Reach", "RequestId"]
 
 RequestId = NewType("RequestId", str)
+EVERYTHING = 1 << 62
+"""A `stop_tokens` that stops nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,19 @@ class Admission:
     cached_by_tier: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far the KV of a running request reaches, and how far its next step may.
+
+    `computed_tokens` are in its pages, or will be once launched steps have ended: more than were computed where blocks
+    behind them have been loaded meanwhile, of which one token at least is left to compute. No step may compute tokens
+    from `stop_tokens` on: those are being loaded. Both the same: nothing is to be computed now.
+    """
+
+    computed_tokens: int
+    stop_tokens: int
+
+
 class BlockManager(Protocol):
     """Gives pages to requests and finds cached prefixes. One thread calls it; ids are unique among live requests."""
 
@@ -120,6 +135,16 @@ class BlockManager(Protocol):
 
     def reserve(self, request: RequestId, num_tokens: int) -> bool:
         """Make the table cover `num_tokens` tokens in all. False, and nothing changed: no free page now."""
+        ...
+
+    def reach(self, request: RequestId, num_tokens: int) -> Reach:
+        """A running request has computed so many tokens, those of launched steps among them, and more are to be: before
+        each of its prefill steps, after which its table may have other pages behind `num_tokens`. Never waits.
+        """
+        ...
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A step that computed these tokens [begin, end) of prompts took so long."""
         ...
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:

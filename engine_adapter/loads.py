@@ -5,6 +5,8 @@ Made and used on the engine's thread; `loaded` is set by the copier's.
 
 from __future__ import annotations
 
+import time
+
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from engine_adapter.write_through import copies
 from kvstore.client import Session, SlotRun
@@ -15,7 +17,7 @@ __all__ = ["Load"]
 class Load:
     """Blocks on their way up. It has references of its own to the HBM slots, and takes over those to the DRAM slots."""
 
-    __slots__ = ("_batch", "_session", "_sources", "_targets", "loaded")
+    __slots__ = ("_batch", "_session", "_sources", "_targets", "began_at", "ended_at", "loaded")
 
     def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
         self._session = session
@@ -23,7 +25,18 @@ class Load:
         self._targets = targets
         self._batch: CopyBatch | None = None
         self.loaded = False
+        self.began_at = self.ended_at = time.monotonic()
         session.share_hbm(targets.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its blocks."""
+        return len(self._sources) * self._session.hbm.slot_bytes
+
+    @property
+    def seconds(self) -> float:
+        """From its making to its end. Once it is `loaded`."""
+        return self.ended_at - self.began_at
 
     def submit(self, copier: Copier) -> None:
         """Has it begin, unless it has begun; the copier may be full: then ask again."""
@@ -45,6 +58,7 @@ class Load:
             self._session.stage(dropped_hbm=self._targets.slots, dropped_dram=self._sources.slots)
 
     def _done(self) -> None:
+        self.ended_at = time.monotonic()
         self._session.step(
             loads=copies(self._sources, self._targets),
             dropped_hbm=self._targets.slots,

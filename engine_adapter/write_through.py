@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from kvstore.client import Listener, SealResult, Session, SlotRun
 from kvstore.moves import SealOutcome
 from kvstore.wire.packed import COPY
 
-__all__ = ["WriteThrough", "copies"]
+__all__ = ["Watch", "WriteThrough", "copies"]
 
 _BATCH_BLOCKS = 32
 _BATCH_BYTES = 64 << 20
@@ -39,6 +40,19 @@ def copies(sources: SlotRun, targets: SlotRun) -> NDArray[np.void]:
     return records
 
 
+class Watch(Protocol):
+    """Whether blocks are to be copied, and what the copies cost (`engine_adapter.load_choice`). Any thread."""
+
+    @property
+    def may_store(self) -> bool:
+        """Whether blocks are to be copied to DRAM."""
+        ...
+
+    def stored(self, nbytes: int, began_at: float) -> None:
+        """A copy of so many bytes has ended, that was handed to the copier then (monotonic clock)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     run: SlotRun
@@ -48,7 +62,11 @@ class _Waiting:
 class WriteThrough(Listener):
     """The listener of one session."""
 
-    def __init__(self, session: Session, copier: Copier, *, max_backlog_blocks: int) -> None:
+    def __init__(
+        self, session: Session, copier: Copier, *, max_backlog_blocks: int, watch: Watch | None = None
+    ) -> None:
+        """`watch`: takes DRAM out of use where copies cost more than they save; None: it stays in use."""
+        self._watch = watch
         self._session = session
         self._copier = copier
         self._max_backlog_blocks = max_backlog_blocks
@@ -68,8 +86,8 @@ class WriteThrough(Listener):
         self.adopt(SlotRun(slots=published["slot"].copy(), generations=published["generation"].copy()))
 
     def adopt(self, run: SlotRun) -> None:
-        """Published blocks that the session holds join the backlog."""
-        if not len(run):
+        """Published blocks that the session holds join the backlog, where DRAM is in use."""
+        if not len(run) or (self._watch is not None and not self._watch.may_store):
             return
         self._session.share_hbm(run.slots)
         with self._lock:
@@ -140,7 +158,7 @@ class WriteThrough(Listener):
                 sources=self._session.hbm.address_of(sources.slots),
                 targets=self._session.dram.address_of(targets.slots),
                 nbytes=self._session.hbm.slot_bytes,
-                done=partial(self._copied, sources, targets),
+                done=partial(self._copied, sources, targets, time.monotonic()),
                 hbm_slots=sources.slots,
                 dram_slots=targets.slots,
             )
@@ -173,7 +191,9 @@ class WriteThrough(Listener):
         with self._lock:
             self._copying_blocks -= blocks
 
-    def _copied(self, sources: SlotRun, targets: SlotRun) -> None:
+    def _copied(self, sources: SlotRun, targets: SlotRun, began_at: float) -> None:
+        if self._watch is not None:
+            self._watch.stored(len(sources) * self._session.hbm.slot_bytes, began_at)
         self._session.step(
             stores=copies(sources, targets), dropped_hbm=sources.slots, dropped_dram=targets.slots
         )

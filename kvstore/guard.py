@@ -17,7 +17,7 @@ __all__ = ["GuardLimits", "TierGuard", "Use", "Verdict"]
 
 
 class Use(IntEnum):
-    """Whether a tier is in use. The numbers of `TierUse` in the protocol."""
+    """Whether a tier is in use."""
 
     IN_USE = 0
     TRIAL = 1

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvstore.speeds import PrefillSpeed, TierSpeed
 
-__all__ = ["Meeting", "Piece", "piece_blocks"]
+__all__ = ["Meeting", "Piece", "Pieces", "cut"]
 
+_Speeds: TypeAlias = tuple[PrefillSpeed | None, TierSpeed | None]
 _PIECE_S = 0.02
-"""What the load of a piece should take: short beside what both ends save, long beside its messages."""
+"""What the load of a piece should take, at least: long beside its messages."""
+_PIECES_A_STEP = 4
+"""What it should take at most, in parts of a step: whoever computes looks after loads between two steps only."""
 _PIECES = 8
 """Into so many pieces a short load is cut, so that both ends can meet anywhere."""
-_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 1 << 20, 256 << 20
+_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 1 << 20, 1 << 30
 _FIRST_TOKENS = 64
 """A step of an engine that was not measured; the next ones double, so that little is computed in vain."""
 _PROVEN_TOKENS = 512
-_PIECES_AHEAD = 3
-"""So many are asked for at a time: a disk is never without work, and little is read in vain."""
+_LEAST_AHEAD, _MOST_AHEAD = 3, 64
+"""Pieces asked for at a time: a disk is never without work during a step, and little is read in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +42,27 @@ class Piece:
         return self.end - self.begin
 
 
-def piece_blocks(blocks: int, slot_bytes: int, speed: TierSpeed | None) -> int:
-    """Blocks of a piece where so many may have to be loaded from a tier of this speed; at least one."""
-    most = _LEAST_PIECE_BYTES if speed is None else int(speed.bytes_per_s * _PIECE_S)
-    wanted = min(most, -(-blocks // _PIECES) * slot_bytes)
-    return max(1, min(max(wanted, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES) // slot_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How the loads of one request are cut."""
+
+    blocks: int
+    """Of one piece."""
+    ahead: int
+    """Asked for at a time."""
+
+
+def cut(blocks: int, slot_bytes: int, at: int, chunk_tokens: int, speeds: _Speeds) -> Pieces:
+    """For a request of which so many blocks may have to be loaded while it computes from token `at` on."""
+    prefill, tier = speeds
+    if prefill is None or tier is None:
+        return Pieces(blocks=max(1, _LEAST_PIECE_BYTES // slot_bytes), ahead=_MOST_AHEAD)
+    step_s = prefill.seconds(at, at + chunk_tokens, chunk_tokens)
+    longest = int(tier.bytes_per_s * max(_PIECE_S, step_s / _PIECES_A_STEP))
+    wanted = min(longest, -(-blocks // _PIECES) * slot_bytes)
+    size = max(1, min(max(wanted, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES) // slot_bytes)
+    ahead = 2 + int(1.5 * step_s * tier.bytes_per_s / (size * slot_bytes))
+    return Pieces(blocks=size, ahead=min(max(ahead, _LEAST_AHEAD), _MOST_AHEAD))
 
 
 class Meeting:
@@ -53,18 +73,19 @@ class Meeting:
         "_loaded",
         "_lowest",
         "_over",
-        "_piece",
         "_since",
         "begin",
         "computed",
         "end",
+        "pieces",
         "ready",
     )
 
-    def __init__(self, *, begin: int, end: int, piece: int) -> None:
+    def __init__(self, *, begin: int, end: int, pieces: Pieces) -> None:
         self.begin = begin
         self.end = end
-        self._piece = piece
+        self.pieces = pieces
+        """May be changed for what is not asked for yet."""
         self.computed = begin
         """Blocks before this one are computed, or will be by steps that are under way."""
         self.ready = end
@@ -85,8 +106,8 @@ class Meeting:
         found: list[Piece] = []
         if not self._asked:
             self._since = now
-        while not self._over and len(self._asked) < _PIECES_AHEAD and self._lowest > self.computed:
-            piece = Piece(begin=max(self._lowest - self._piece, self.computed), end=self._lowest)
+        while not self._over and len(self._asked) < self.pieces.ahead and self._lowest > self.computed:
+            piece = Piece(begin=max(self._lowest - self.pieces.blocks, self.computed), end=self._lowest)
             self._asked[piece.end] = piece
             self._lowest = piece.begin
             found.append(piece)
@@ -149,11 +170,10 @@ class Meeting:
 
     def _edges(self) -> Iterable[int]:
         """Where a step may end: in front of each piece that is or may yet be asked for, and of what is loaded."""
-        edge = self.ready
+        yield self.ready
+        yield from (piece.begin for piece in self._asked.values())
+        edge = self._lowest
         while edge > self.computed:
             yield edge
-            edge -= self._piece
+            edge -= self.pieces.blocks
         yield self.computed
-
-
-_Speeds = tuple[PrefillSpeed | None, TierSpeed | None]

@@ -36,7 +36,7 @@ _MAX_SEGMENTS = 8
 
 
 class Way(IntEnum):
-    """How a request gets its cached prefix. The numbers of `PlanWay` in the protocol."""
+    """How a request gets its cached prefix."""
 
     LOAD = 0
     COMPUTE = 1

@@ -134,7 +134,32 @@ class Sealing:
         if tier is Tier.DRAM:
             state.sealed_in_dram.append(won)
         state.waits.resolved(won)
-        return wins
+        again = self._of_storage_alone(tier, rows, slots)
+        if again.any():
+            self._computed_again(tier, rows[again], slots[again], device, now_ms)
+        return wins | again
+
+    def _of_storage_alone(self, tier: Tier, rows: U32, slots: U32) -> NDArray[np.bool_]:
+        """[n] blocks that are published, that no memory has, and whose slots are nobody else's."""
+        columns, alone = self._state.columns, self._state.table.sealed(rows)
+        if alone.any():
+            known = rows[alone]
+            unseen = (columns.dram[known] == NONE) & (columns.hbm[:, known] == NONE).all(axis=0)
+            alone[alone] = unseen & (self._state.pool(tier).row[slots[alone]] == NONE)
+        return alone
+
+    def _computed_again(self, tier: Tier, rows: U32, slots: U32, device: int, now_ms: int) -> None:
+        """What was computed because storage is slow is found in memory from now on.
+
+        Only where no memory has the block: copies in memory are compared with each other, and what was computed twice
+        may differ in its last bits.
+        """
+        state = self._state
+        state.complete(tier, rows, slots, device)
+        state.table.touch(rows, now_ms)
+        if tier is Tier.DRAM:
+            state.sealed_in_dram.append(rows)
+        state.waits.resolved(rows)
 
     def _reserve(self, seals: Records, now_ms: int) -> U32:
         state = self._state

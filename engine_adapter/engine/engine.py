@@ -102,6 +102,7 @@ class _InFlight:
     chunks: list[Chunk]
     step: LaunchedStep
     sampling: list[SamplingParams]
+    launched_at: float
 
     @property
     def draws(self) -> bool:
@@ -148,6 +149,7 @@ class Engine:
         self._live: dict[RequestId, _Live] = {}
         self._numbers = itertools.count()
         self._idle = False
+        self._ended_at = 0.0  # when the last step ended
 
     @property
     def has_work(self) -> bool:
@@ -262,20 +264,31 @@ class Engine:
     def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
         self._blocks.computing(len(self._in_flight) + 1)
+        launched_at = time.perf_counter()
         step = self._runner.launch(chunks, tables)
         self._scheduler.launched(chunks)
         sampling = [self._live[chunk.request.id].params for chunk in chunks if chunk.samples]
-        self._in_flight.append(_InFlight(chunks=chunks, step=step, sampling=sampling))
+        launched = _InFlight(chunks=chunks, step=step, sampling=sampling, launched_at=launched_at)
+        self._in_flight.append(launched)
         fault("step.launched")
 
     def _retire(self) -> list[Output]:
         """Wait for the oldest launched step and take in what it computed: nothing is committed before that."""
         ended = self._in_flight.popleft()
         ended.step.wait()
+        self._time(ended)
         self._blocks.computing(len(self._in_flight))
         fault("step.done")
         useful = self._scheduler.complete(ended.chunks, self._choose(ended))
         return [self._accept(self._live[c.request.id], c.request.tokens[c.end], c.end) for c in useful]
+
+    def _time(self, ended: _InFlight) -> None:
+        """Tells what a step of prefill took: from its launch, or from the end of the one before it."""
+        now = time.perf_counter()
+        spans = [(chunk.start, chunk.end) for chunk in ended.chunks if chunk.end - chunk.start > 1]
+        if spans:
+            self._blocks.computed(spans, now - max(ended.launched_at, self._ended_at))
+        self._ended_at = now
 
     def _choose(self, ended: _InFlight) -> list[int]:
         """The token of each chunk that samples."""
@@ -319,8 +332,8 @@ class Engine:
         later = request.num_generated - 1
         return RequestStats(
             prompt_tokens=request.num_prompt,
-            cached_tokens=admission.cached_tokens if admission else 0,
-            cached_by_tier=dict(admission.cached_by_tier) if admission else {},
+            cached_tokens=(admission.cached_tokens if admission else 0) + request.num_overtaken,
+            cached_by_tier=_by_tier(request),
             generated_tokens=request.num_generated,
             preemptions=request.num_preemptions,
             ttft_s=first - live.accepted_at,
@@ -350,6 +363,14 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Queue lengths and preemptions."""
         return self._scheduler.stats()
+
+
+def _by_tier(request: Request) -> Mapping[str, int]:
+    """Cached tokens by the tier that they were found in: a disk, where they were loaded beside a computation."""
+    found = dict(request.admission.cached_by_tier) if request.admission else {}
+    if request.num_overtaken:
+        found["nvme"] = found.get("nvme", 0) + request.num_overtaken
+    return found
 
 
 def _canary(runner: Runner, pool: Tensor, block_tokens: int, settings: EngineSettings) -> Canary | None:

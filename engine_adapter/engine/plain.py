@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, Pages, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 
 __all__ = ["PlainBlockManager"]
 
@@ -68,6 +68,14 @@ class PlainBlockManager:
         table.pages[table.used : table.used + more] = self._free[self._num_free : self._num_free + more][::-1]
         table.used += more
         return True
+
+    def reach(self, request: RequestId, num_tokens: int) -> Reach:
+        """See BlockManager. Nothing is loaded."""
+        assert request in self._tables
+        return Reach(computed_tokens=num_tokens, stop_tokens=EVERYTHING)
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """See BlockManager. Nothing is decided."""
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         pass  # nothing is shared

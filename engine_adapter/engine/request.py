@@ -31,7 +31,8 @@ class Request:
 
     KV of the first `num_computed` tokens is in the pages once the launched steps have ended; `num_in_flight` of them
     compute tokens of this request. At `limit_tokens`, prompt and answer, it ends for sure. `admission` is the first
-    one: preemption does not change what the request was served from the cache.
+    one: preemption does not change what the request was served from the cache. Of the prompt,
+    `num_overtaken` tokens were loaded while tokens before them were computed.
     """
 
     id: RequestId
@@ -43,6 +44,7 @@ class Request:
     num_in_flight: int = 0
     passed_over: int = 0
     num_preemptions: int = 0
+    num_overtaken: int = 0
     admission: Admission | None = field(default=None)
 
     @property

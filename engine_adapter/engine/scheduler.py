@@ -180,8 +180,12 @@ class Scheduler:
         ]
 
     def _add_chunk(self, chunks: list[Chunk], request: Request, budget: int) -> int:
-        """Append as much of a prefill as the budget allows; the number of tokens taken."""
-        start, end = request.num_computed, len(request.tokens)
+        """Append as much of a prefill as the budget allows and is not being loaded; the number of tokens taken."""
+        reach = self._blocks.reach(request.id, request.num_computed)
+        if reach.computed_tokens > request.num_computed:
+            request.num_overtaken += reach.computed_tokens - request.num_computed
+            request.num_computed = reach.computed_tokens
+        start, end = request.num_computed, min(len(request.tokens), reach.stop_tokens)
         if end - start > budget:
             end = (start + budget) // self._config.grid_tokens * self._config.grid_tokens
         if end <= start:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.layout import Tier
-from kvstore.meeting import Meeting, Piece, piece_blocks
+from kvstore.meeting import Meeting, Piece, cut
 from kvstore.planner import Ends, Plan, Question, Segment, Way, plan_request
 from kvstore.speeds import PrefillSpeed, SpeedMeter, TierSpeed
 
@@ -120,27 +120,33 @@ class VirtualServer:
         return seconds
 
     def _both(self, plan: Plan, tokens: int) -> float:
-        slot_bytes, speeds = self.workload.slot_bytes, self.meter.speeds()
-        piece = piece_blocks(plan.cached_blocks - plan.load_end, slot_bytes, speeds.tiers.get(Tier.NVME))
-        meeting = Meeting(begin=plan.load_end, end=plan.cached_blocks, piece=piece)
+        work = self.workload
+        blocks = plan.cached_blocks - plan.load_end
+        at = plan.load_end * BLOCK_TOKENS
+        pieces = cut(blocks, work.slot_bytes, at, work.chunk_tokens, self._both_speeds())
+        meeting = Meeting(begin=plan.load_end, end=plan.cached_blocks, pieces=pieces)
         reads: deque[_Read] = deque()
-        now, at = 0.0, plan.load_end * BLOCK_TOKENS
+        now = 0.0
         self._ask(meeting, reads, now)
         while at // BLOCK_TOKENS < meeting.ready:
-            speeds = self.meter.speeds()
-            disk = speeds.tiers.get(Tier.NVME)
-            stop = meeting.stop(at, now, BLOCK_TOKENS, slot_bytes, (speeds.prefill, disk)) * BLOCK_TOKENS
-            end = min(at + self.workload.chunk_tokens, stop)
+            stop = meeting.stop(at, now, BLOCK_TOKENS, work.slot_bytes, self._both_speeds()) * BLOCK_TOKENS
+            end = min(at + work.chunk_tokens, stop)
             if end <= at:
                 now = max(now, reads[0].done_at)
-                self._take(meeting, reads)
-                continue
-            meeting.advance(end // BLOCK_TOKENS)
-            now += self._step(at, end)
+            else:
+                meeting.advance(end // BLOCK_TOKENS)
+                now += self._step(at, end)
+                at = end
+            # As in an engine: what came during a step is taken, and more is asked for, between two steps.
             while reads and reads[0].done_at <= now:
-                self._take(meeting, reads)
-            at = end
+                self._take(meeting, reads.popleft())
+            meeting.pieces = cut(blocks, work.slot_bytes, at, work.chunk_tokens, self._both_speeds())
+            self._ask(meeting, reads, now)
         return now + self.compute(plan.cached_blocks * BLOCK_TOKENS, tokens)
+
+    def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
+        speeds = self.meter.speeds()
+        return speeds.prefill, speeds.tiers.get(Tier.NVME)
 
     def _ask(self, meeting: Meeting, reads: deque[_Read], now: float) -> None:
         for piece in meeting.ask(now):
@@ -150,8 +156,6 @@ class VirtualServer:
             done_at = begins_at + nbytes * self.disk.byte_s
             reads.append(_Read(piece, done_at, now, queued + nbytes))
 
-    def _take(self, meeting: Meeting, reads: deque[_Read]) -> None:
-        read = reads.popleft()
+    def _take(self, meeting: Meeting, read: _Read) -> None:
         self.meter.loaded(Tier.NVME, read.nbytes, self._measured(read.done_at - read.asked_at))
         meeting.loaded(read.piece, read.done_at)
-        self._ask(meeting, reads, read.done_at)

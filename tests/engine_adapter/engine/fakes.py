@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import Admission, Pages, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 from tests.support.pages import pages_of
 
 Key = tuple[int, ...]
@@ -98,6 +98,13 @@ class PrefixCacheBlocks:
         self.refs[taken] += 1
         table.pages += taken
         return True
+
+    def reach(self, request: RequestId, num_tokens: int) -> Reach:
+        return Reach(computed_tokens=num_tokens, stop_tokens=EVERYTHING)
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        assert spans
+        assert seconds >= 0
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         self.calls.append("commit")

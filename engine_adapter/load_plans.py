@@ -1,0 +1,194 @@
+"""What each request of an engine is to load and to compute: from its first question until both of its ends have met.
+
+Between the block manager, which has the requests' tables, and `LoadChoice`, which plans. A request that has nothing
+below HBM costs a look at its tiers. One engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.base import EVERYTHING, Reach
+from engine_adapter.both_ends import BothEnds, LoadedPiece
+from engine_adapter.copier import Copier
+from engine_adapter.load_choice import LoadChoice
+from engine_adapter.loads import Load
+from kvstore.client import Namespace, Session
+from kvstore.layout import Tier
+from kvstore.planner import Plan, Way
+
+__all__ = ["Ask", "LoadPlans", "Progress"]
+
+_Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How to acquire: so many leading blocks by name, with slots of its own for those that no memory has, or not."""
+
+    blocks: int
+    private: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of a request that is loaded from behind."""
+
+    pieces: list[LoadedPiece]
+    """To take into its table."""
+    reach: Reach
+    behind: range
+    """Blocks that were loaded and are behind all that was computed; empty until both ends have met."""
+
+
+@dataclass(slots=True)
+class _Planned:
+    plan: Plan
+    tiers: NDArray[np.uint8]
+    hashes: _Hashes  # [cached]
+    asked_at: float
+    disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
+    both: BothEnds | None = None
+
+
+class LoadPlans:
+    """See the module. Requests are named by their leases."""
+
+    def __init__(
+        self,
+        session: Session,
+        namespace: Namespace,
+        copier: Copier,
+        choice: LoadChoice,
+        leases: Iterator[int],
+        clock: Callable[[], float],
+    ) -> None:
+        """`leases` gives names for pieces, of which none is a request's."""
+        self._session = session
+        self._namespace = namespace
+        self._copier = copier
+        self._choice = choice
+        self._leases = leases
+        self._clock = clock
+        self._planned: dict[int, _Planned] = {}
+
+    # ------------------------------------------------------------ before it runs
+
+    def prefetches(self, found: NDArray[np.uint8], num_tokens: int, ahead: int) -> bool:
+        """Whether a request that was enqueued with its blocks in these tiers wants them fetched from disk by now.
+
+        One that runs at once only where it will load them from their beginning; others while they wait.
+        """
+        if not (found == Tier.NVME).any():
+            return ahead > 0 and len(found) > 0
+        if not self._choice.may_prefetch:
+            return False
+        if ahead > 0:
+            return True
+        return self._choice.plan(found, num_tokens, self._namespace.block_tokens).way is Way.LOAD
+
+    def ask(
+        self, lease: int, prompt: _Hashes, num_tokens: int, computed_here: Callable[[int], bool]
+    ) -> Ask | None:
+        """The request with this lease is about to be admitted; `prompt` ([n, 2]) are the hashes that may be hits.
+
+        `computed_here`: whether another request of this engine computes this block. None: it computes the first that
+        this one would; ask again.
+        """
+        tiers = self._session.match(self._namespace, prompt).tiers
+        self.end(lease)
+        if not (tiers != Tier.HBM).any():
+            return Ask(len(prompt), private=False)
+        plan = self._choice.plan(tiers, num_tokens, self._namespace.block_tokens)
+        if plan.load_end < plan.cached_blocks and computed_here(plan.load_end):
+            return None
+        tiers = tiers[: plan.cached_blocks] if plan.way is not Way.COMPUTE else tiers
+        on_disk = int((tiers[: plan.load_end] == Tier.NVME).sum()) if plan.way is Way.LOAD else 0
+        nbytes = on_disk * self._session.hbm.slot_bytes
+        self._planned[lease] = _Planned(
+            plan=plan,
+            tiers=tiers,
+            hashes=prompt[: len(tiers)],
+            asked_at=self._clock(),
+            disk_bytes=nbytes + self._choice.queued_bytes() if nbytes else 0,
+        )
+        if plan.way is Way.LOAD and plan.load_end == len(tiers):
+            return Ask(len(prompt), private=False)
+        self._session.cancel(lease)  # what a prefetch of it has not read yet is not to be read from the front
+        if plan.load_end < len(tiers) and tiers[plan.load_end] == Tier.DRAM:
+            return Ask(plan.load_end, private=True)  # by its name it would be a hit
+        return Ask(len(prompt), private=True)
+
+    def begin(self, lease: int, hits: int) -> None:
+        """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""
+        planned = self._planned.get(lease)
+        if planned is None or planned.plan.way is not Way.BOTH_ENDS or hits >= len(planned.hashes):
+            return
+        planned.both = BothEnds(
+            self._session,
+            self._copier,
+            self._namespace,
+            self._choice,
+            planned.hashes,
+            hits,
+            self._leases,
+            self._clock,
+        )
+        planned.both.poll(hits * self._namespace.block_tokens)
+
+    def loaded(self, load: Load) -> None:
+        """What was copied for a request from DRAM is there."""
+        self._choice.loaded(Tier.DRAM, load.nbytes, load.seconds)
+
+    def admitted(self, lease: int, hits: int) -> None:
+        """It runs now, with so many blocks cached."""
+        planned = self._planned.get(lease)
+        if planned is None:
+            return
+        if planned.disk_bytes:
+            self._choice.loaded(Tier.NVME, planned.disk_bytes, self._clock() - planned.asked_at)
+        if planned.both is None:
+            self._decided(planned, hits)
+            del self._planned[lease]
+
+    # ------------------------------------------------------------ while it runs
+
+    def progress(self, lease: int, num_tokens: int) -> Progress | None:
+        """Of a request that has computed so many tokens, those of steps under way included; None: nothing is loaded."""
+        planned = self._planned.get(lease)
+        if planned is None or planned.both is None:
+            return None
+        both, block_tokens = planned.both, self._namespace.block_tokens
+        pieces = both.poll(num_tokens)
+        here, meeting = -(-num_tokens // block_tokens), both.meeting
+        if here < meeting.ready or num_tokens % block_tokens:
+            stop = both.stop(num_tokens) if here < meeting.ready else here  # the block that it is in
+            reach = Reach(computed_tokens=num_tokens, stop_tokens=max(num_tokens, stop * block_tokens))
+            return Progress(pieces, reach, range(0))
+        self._decided(planned, meeting.begin + max(0, meeting.end - here))
+        self.end(lease)
+        end = max(here, meeting.end)
+        reach = Reach(computed_tokens=end * block_tokens, stop_tokens=EVERYTHING)
+        return Progress(pieces, reach, range(here, end))
+
+    def changed(self, lease: int) -> None:
+        """The store says that something came which this lease waits for."""
+        for planned in self._planned.values():
+            if planned.both is not None:
+                planned.both.changed(lease)
+
+    def end(self, lease: int) -> None:
+        """Nothing more is to be loaded for this request."""
+        planned = self._planned.pop(lease, None)
+        if planned is not None and planned.both is not None:
+            planned.both.close()
+
+    def _decided(self, planned: _Planned, loaded_blocks: int) -> None:
+        cached = len(planned.hashes)
+        loaded = min(loaded_blocks, cached)
+        plan = replace(planned.plan, cached_blocks=cached, load_end=loaded, meet=cached)
+        self._choice.admitted(plan, planned.tiers, self._namespace, planned.hashes[-1])
