@@ -19,6 +19,7 @@ from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.group import MemberGroup
 from engine_adapter.group_copier import GroupCopier
+from engine_adapter.load_choice import ChoiceSettings
 from kvstore.cache_use import CacheUse
 from kvstore.client import Client, DramListener, Session, connect
 from kvstore.geometry import Geometry
@@ -42,6 +43,7 @@ class StorePlan:
     away_s: float = 30.0
     timeout_s: float = 5.0
     group: MemberGroup | None = None
+    loads: ChoiceSettings | None = None
     use: CacheUse = CacheUse.ON
 
 
@@ -71,6 +73,7 @@ class PendingBlockManager:
                 opened.copier,
                 patience_s=plan.patience_s,
                 away_s=plan.away_s,
+                loads=plan.loads,
             )
         return self._blocks
 
@@ -101,13 +104,14 @@ def open_block_manager(
     timeout_s: float = 5.0,
     group: MemberGroup | None = None,
     use: CacheUse = CacheUse.ON,
+    loads: ChoiceSettings | None = None,
 ) -> Iterator[KvstoreBlockManager]:
     """A block manager whose pages are owned HBM, kept by the daemon at `socket`: a GPU's, or its twin for "cpu".
 
     `group`: the other processes, where each block is shared among several; `hbm_bytes` are those of one of them.
     `parts`: what makes the engine's KV interchangeable (kvstore/identity.py). `use`: what it does with the cache, as
-    far as the service allows it. Raises: Unavailable where no daemon listens, and whatever else attaching raises. At
-    the end copies finish before the session is given up.
+    far as the service allows it. `loads`: see KvstoreBlockManager. Raises: Unavailable where no daemon listens, and
+    whatever else attaching raises. At the end copies finish before the session is given up.
     """
     plan = StorePlan(
         socket=socket,
@@ -121,6 +125,7 @@ def open_block_manager(
         timeout_s=timeout_s,
         group=group,
         use=use,
+        loads=loads,
     )
     with begin_block_manager(plan) as pending:
         yield pending.result()

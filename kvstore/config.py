@@ -329,6 +329,9 @@ class WorkerConfig:
     """What this worker does with the cache; never more than the service allows."""
     tenant: str | None = None
     """Whose blocks they are: a part of their namespace, so two tenants share none; None: nobody's in particular."""
+    load: str = "auto"
+    """What is cached below HBM: `auto` is loaded or computed, whichever is sooner, and a tier that harms is not used;
+    `always` is loaded; `never` is computed."""
     canary_every: int = 1000
     """Of so many requests with a cached prefix one has a cached block computed again and compared; 0: none. On a GPU in
     deterministic mode alone, never with several devices."""
@@ -353,6 +356,7 @@ class WorkerConfig:
         _require(1 <= self.tensor_parallel <= 64, "worker.tensor_parallel", "must be from 1 to 64")
         _require(self.attention in ("triton", "flashinfer"), "worker.attention", "is triton or flashinfer")
         _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
+        _require(self.load in ("auto", "always", "never"), "worker.load", "is auto, always or never")
         _require(0 <= self.canary_every <= 1 << 30, "worker.canary_every", "must be from 0 to 1073741824")
         _require(0 <= self.threads <= 1_024, "worker.threads", "must be from 0 (all cores) to 1024")
 

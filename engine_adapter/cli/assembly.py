@@ -20,6 +20,7 @@ from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts
 from engine_adapter.group_watch import end_process, watched
+from engine_adapter.load_settings import choice_settings
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.geometry import Geometry
@@ -234,6 +235,7 @@ def _over_the_store(
                 device=settings.device,
                 timeout_s=options.timeout_s,
                 use=worker.cache,
+                loads=choice_settings(worker, settings, source.config),
                 group=MemberGroup([member.link for member in started.members]),
             )
         )
@@ -324,6 +326,7 @@ def _block_manager(
         device=settings.device,
         timeout_s=options.timeout_s,
         use=options.worker.cache,
+        loads=choice_settings(options.worker, settings, source.config),
     )
     with begin_block_manager(plan) as pending:
         yield _Pending(result=pending.result, settle=pending.pin_ahead, times=lambda: pending.times)
