@@ -50,13 +50,13 @@ class Storing:
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
-        self._under_way: dict[int, Stored] = {}
+        self.under_way: dict[int, Stored] = {}
         self._hashes: set[bytes] = set()  # of blocks that are being stored
         self.no_room_blocks = 0
         self.stored_blocks = 0
 
     def __contains__(self, number: int) -> bool:
-        return number in self._under_way
+        return number in self.under_way
 
     def job(self, session: Session, request: LiveRequest, full: int, block_ids: BlockIds) -> CopyJob | None:
         """Stores as many of the leading `full` blocks as need it and have room; None: none now."""
@@ -86,7 +86,7 @@ class Storing:
             run=room,
             event=None if request.facts.describe is None else request.facts.describe(begin, end),
         )
-        self._under_way[number] = stored
+        self.under_way[number] = stored
         self._hashes.update(block.tobytes() for block in stored.hashes)
         request.stores.add(number)
         return CopyJob(
@@ -99,7 +99,7 @@ class Storing:
 
     def ended(self, session: Session, number: int, *, failed: bool) -> Stored:
         """Every rank has ended it: seals it, or gives its slots back."""
-        stored = self._under_way.pop(number)
+        stored = self.under_way.pop(number)
         self._hashes.difference_update(block.tobytes() for block in stored.hashes)
         session.stage(seals=_NO_SEALS if failed else stored.seals(), dropped_dram=stored.run.slots)
         self.stored_blocks += 0 if failed else len(stored.run)

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from tests.vllm.driver import Driver
 
 
+_SETTLED_STEPS = 5
+"""After a block was stored: its seal, the answer and the slot's release have been said by then."""
+
+
 def scheduling(driver: Driver) -> Any:
     """The connector's scheduling half."""
     return driver.core.scheduler.connector._half.scheduling
@@ -29,3 +33,182 @@ def stats(driver: Driver) -> dict[str, int]:
     """Counters of the scheduling half."""
     found = scheduling(driver).stats()
     return {name: getattr(found, name) for name in found.__slots__}
+
+
+def slots_in_hand(driver: Driver) -> int:
+    """DRAM slots that wait to be filled."""
+    return int(driver.core.scheduler.connector._half._link.attached.room_in_hand)
+
+
+def slow_copies(driver: Driver, seconds: float, direction: str) -> None:
+    """Each copy of one direction takes so much longer, until it is called again."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from engine_adapter.copier import Direction
+
+    working = get_kv_transfer_group()._rank._working
+    mover = working._mover
+    if not hasattr(mover, "plain"):
+        mover.plain, mover.slow = mover._layers.move, [0.0, 0.0]
+
+        def move(way: Any, page: int, slot: int) -> None:
+            time.sleep(mover.slow[way])
+            mover.plain(way, page, slot)
+
+        mover._layers = type("Slow", (), {"move": staticmethod(move)})()
+    mover.slow[Direction[direction]] = seconds
+
+
+def fail_loads(driver: Driver, blocks: int) -> None:
+    """The next `blocks` blocks that are loaded turn out not to be what they were."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    memory = get_kv_transfer_group()._rank._working._memory
+    plain, left = type(memory).sealed, [blocks]
+
+    def sealed(slots: Any, generations_: Any) -> Any:
+        good = plain(memory, slots, generations_).copy()
+        bad = min(left[0], len(good))
+        good[len(good) - bad :] = False  # the last ones: what is before them is kept
+        left[0] -= bad
+        return good
+
+    memory.sealed = sealed
+
+
+def vanish(driver: Driver, socket: str) -> None:
+    """Between the next lookup and its load all blocks go: as if others had evicted them."""
+    from kvstore.client import connect
+    from kvstore.wire.v1 import kvstore_pb2 as pb
+
+    half = scheduling(driver)
+    plain = half.allocated
+
+    def allocated(name: str, block_ids: Any, external_tokens: int) -> None:
+        if external_tokens:
+            half.allocated = plain
+            with connect(socket) as client:
+                client.call("Clear", pb.ClearRequest(namespace=0xFFFFFFFF), service="admin")
+        plain(name, block_ids, external_tokens)
+
+    half.allocated = allocated
+
+
+def abort_during_load(driver: Driver, tokens: list[int]) -> dict[str, Any]:
+    """Asks for a prompt, aborts it while it is being loaded, and says what is left of it."""
+    from vllm import SamplingParams
+
+    engine = driver.llm.llm_engine
+    free = driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine.add_request("aborted", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=4))
+    until, loading = time.monotonic() + 20, False
+    while time.monotonic() < until and not loading:
+        engine.step()
+        loading = any(
+            request.load is not None and request.load.copying
+            for request in scheduling(driver)._requests.values()
+        )
+    engine.abort_request(["aborted"], internal=False)
+    held = driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < free
+    driver.drain()
+    return {
+        "loading": loading,
+        "held": held,
+        "freed": driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free,
+        "requests": len(scheduling(driver)._requests),
+        "copying": len(scheduling(driver)._copying),
+    }
+
+
+def preemptions(driver: Driver) -> int:
+    """How often vLLM has preempted since this was asked first; asked before the first run."""
+    scheduler = driver.core.scheduler
+    if not hasattr(scheduler, "counted"):
+        scheduler.counted = [0, 0]
+        plain = scheduler._preempt_request
+
+        def preempt(request: Any, *rest: Any, **more: Any) -> None:
+            scheduler.counted[0] += 1
+            entry = scheduling(driver)._requests.get(request.request_id) if scheduler.connector else None
+            scheduler.counted[1] += bool(entry is not None and entry.stores)
+            plain(request, *rest, **more)
+
+        scheduler._preempt_request = preempt
+    return int(scheduler.counted[0])
+
+
+def preempted_during_stores(driver: Driver) -> int:
+    """Of the preemptions, those of requests whose blocks were being stored."""
+    return int(driver.core.scheduler.counted[1])
+
+
+def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:
+    """What the connector adds to steps of one decoding request in which it has nothing to do, in microseconds.
+
+    All that vLLM calls in such a step is timed; also says what was sent to the daemon in them.
+    """
+    import numpy as np
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    spent = [0.0]
+
+    def timed(call: Any) -> Any:
+        def run(*arguments: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **more)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return run
+
+    scheduler = driver.core.scheduler
+    for connector, names in (
+        (
+            scheduler.connector,
+            (
+                "build_connector_meta",
+                "update_connector_output",
+                "take_events",
+                "has_pending_push_work",
+                "get_num_new_matched_tokens",
+            ),
+        ),
+        (
+            get_kv_transfer_group(),
+            (
+                "handle_preemptions",
+                "bind_connector_metadata",
+                "start_load_kv",
+                "wait_for_save",
+                "get_transfer_results",
+                "get_block_ids_with_load_errors",
+                "build_connector_worker_meta",
+                "clear_connector_metadata",
+            ),
+        ),
+    ):
+        for name in names:
+            setattr(connector, name, timed(getattr(connector, name)))
+    session = scheduler.connector._half._link.attached
+    engine = driver.llm.llm_engine
+    engine.add_request(
+        "timed", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=steps, ignore_eos=True)
+    )
+    found, sent, rest = [], 0, 0
+    while engine.has_unfinished_requests():
+        spent[0], before = 0.0, session.sent_messages
+        engine.step()
+        half = scheduling(driver)
+        rest = 0 if half._copying or half._storing.under_way else rest + 1
+        if rest > _SETTLED_STEPS:
+            found.append(spent[0] * 1e6)
+            sent += session.sent_messages - before
+    driver.drain()
+    return {
+        "steps": len(found),
+        "p50_us": float(np.median(found)),
+        "max_us": float(max(found)),
+        "sent": sent,
+    }

@@ -1,0 +1,58 @@
+"""A pool that is too small: requests grow, are preempted while their blocks are stored and loaded, and say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.daemon import started
+from tests.vllm.processes import Vllm, service_config
+
+BLOCK = 32
+NEAR_TIE = 1e-3
+MAX_TOKENS = 96
+
+
+def test_six_growing_requests_in_forty_blocks(place: Path, prompt: Callable[[int, int], list[int]]) -> None:
+    """Equal but for near ties: where the reference's two best tokens are that close the shape of a batch decides."""
+    system = prompt(0, 2 * BLOCK)
+    prompts = [system + prompt(seed, 3 * BLOCK + seed) for seed in range(1, 7)]
+    with Vllm(place / "reference.log", num_gpu_blocks_override=128) as vllm:
+        expected = vllm.generate(*prompts, max_tokens=MAX_TOKENS)
+    config = service_config(place)
+    with (
+        started(config) as service,
+        Vllm(place / "vllm.log", connector={"socket": config.socket}, num_gpu_blocks_override=40) as vllm,
+    ):
+        assert vllm.call("attached")
+        assert vllm.call("preemptions") == 0
+        vllm.call("slow_copies", 0.1, "STORE")
+        first = vllm.generate(*prompts, max_tokens=MAX_TOKENS)
+        vllm.call("slow_copies", 0.0, "STORE")
+        assert vllm.call("preemptions") > 0
+        assert vllm.call("preempted_during_stores") > 0
+        vllm.reset()
+        vllm.call("slow_copies", 0.005, "LOAD")
+        second = vllm.generate(*prompts, max_tokens=MAX_TOKENS)
+        assert vllm.call("stats")["loaded_blocks"] > 0
+        ties = 0
+        for answers in (first, second):
+            for answer, right in zip(answers, expected, strict=True):
+                assert answer.finish == "length"
+                at = next(
+                    (
+                        i
+                        for i, pair in enumerate(zip(answer.tokens, right.tokens, strict=True))
+                        if pair[0] != pair[1]
+                    ),
+                    None,
+                )
+                if at is not None:
+                    ties += 1
+                    assert right.gaps[at] < NEAR_TIE, (
+                        f"token {at} differs, and the two best were {right.gaps[at]} apart"
+                    )
+        print(f"{ties} of {2 * len(prompts)} answers part from the reference at a near tie")
+        assert vllm.call("stats")["requests"] == 0
+        assert service.faults() == []
+        assert service.tier("dram").held_slots <= vllm.call("slots_in_hand")
