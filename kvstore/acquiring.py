@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache_use import Access
 from kvstore.evicting import Evictor
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, U64, Grant, Outcome
@@ -21,6 +20,7 @@ from kvstore.recorder import Event
 from kvstore.sessions import Session
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import distinct
+from kvstore.uses import Allowed
 
 __all__ = ["Acquiring", "Request", "note_grant"]
 
@@ -48,7 +48,7 @@ class Request:
     parent: int  # row of the block before `first`, NONE where there is none
     reserve: int
     private_fill: bool
-    access: Access
+    allowed: Allowed
     now_ms: int
 
 
@@ -77,11 +77,11 @@ class Acquiring:
         self._evictor = evictor
         self._promoting = promoting
 
-    def find(self, hashes: U64, namespace: int, access: Access) -> U32:
+    def find(self, hashes: U64, namespace: int, allowed: Allowed) -> U32:
         """Row of each block of a chain, NONE where there is none; what is found was used now, unless all is off."""
         table = self._state.table
         rows = table.locate(hashes, namespace)
-        if access:
+        if allowed.counts or allowed.writes:
             known = rows != NONE
             table.touch(rows if known.all() else rows[known], self._state.now_ms)
         return rows
@@ -92,15 +92,15 @@ class Acquiring:
         request.session.namespace = request.namespace
         state.waits.cancel(request.session.id, request.lease)
         draft = _Draft(rows)
-        served = bool(request.access & Access.READS)
+        served = request.allowed.reads
         hits = self._hits(request, draft) if served else 0
         waits = (
             served and hits < len(rows) and not request.private_fill and self._waits_at(request, draft, hits)
         )
         fills = 0 if waits else len(rows) - hits
         reserve = self._give_slots(request, draft, hits, fills, 0 if waits else request.reserve)
-        self._count(draft)
-        if not waits and not (draft.outcomes == Outcome.NO_SLOT).any():
+        short = self._count(draft)
+        if not waits and not short:
             self._note_lookup(request, draft, hits)
         block = request.hashes[0].tobytes() if len(rows) else bytes(16)
         given = len(rows) - hits if not waits else 0
@@ -223,7 +223,7 @@ class Acquiring:
         new = rows == NONE
         new[new] = distinct(request.hashes[span][new])
         device = request.session.device
-        if not new.any() or device is None or not request.access & Access.WRITES:
+        if not new.any() or device is None or not request.allowed.writes:
             return  # a row that is reserved and never sealed would have others wait for it
         depths = np.arange(request.first + hits, request.first + hits + count, dtype=np.uint32)[new]
         rows[new] = state.table.reserve(
@@ -319,7 +319,7 @@ class Acquiring:
         """The request has got its blocks: what it hit, and what it would have hit where hits are only counted."""
         state, counters = self._state, self._state.counters
         state.quotas.note_lookup(request.namespace, len(draft.rows), hits)
-        if request.access & Access.READS or not request.access & Access.COUNTS:
+        if request.allowed.reads or not request.allowed.counts:
             return
         sealed = state.table.sealed(draft.rows)
         rows = draft.rows[: len(sealed) if sealed.all() else int(sealed.argmin())]
@@ -330,10 +330,14 @@ class Acquiring:
         counters["blocks_would_hit_dram"] += int(np.count_nonzero(in_dram))
         counters["blocks_would_hit_nvme"] += int(np.count_nonzero(~in_hbm & ~in_dram))
 
-    def _count(self, draft: _Draft) -> None:
+    def _count(self, draft: _Draft) -> bool:
+        """Whether some block got no slot."""
+        short = False
         for outcome, count in enumerate(np.bincount(draft.outcomes).tolist()):
             if count and outcome in _COUNTER:
                 self._state.counters[_COUNTER[outcome]] += count
+                short |= outcome == Outcome.NO_SLOT
+        return short
 
 
 def note_grant(session: Session, grant: Grant, grant_id: int, limit: int) -> None:

@@ -12,6 +12,7 @@ from kvstore.moves import NamespaceId
 from kvstore.quotas import TenantShare
 from kvstore.state import StoreState
 from kvstore.tenant import Tenant
+from kvstore.uses import Allowed
 
 __all__ = ["Sharing"]
 
@@ -70,7 +71,7 @@ class Sharing:
         """A namespace, and the tenant that it is of, allow this."""
         self._state.uses.allow(namespace, access)
 
-    def access(self, session: int, namespace: int) -> Access:
+    def allowed(self, session: int, namespace: int) -> Allowed:
         """What a request of a session may do with a namespace. Raises: NotFound."""
         return self._state.uses.of(self._state.sessions.get(session).use, namespace)
 

@@ -17,7 +17,6 @@ from kvstore import clearing, integrity, reporting, resizing
 from kvstore.acquiring import Acquiring, Request, note_grant
 from kvstore.admission import WriteBudget
 from kvstore.attaching import Attaching
-from kvstore.cache_use import Access
 from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.evicting import Evictor
@@ -322,8 +321,8 @@ class Store:
         if state.waits.of_session(session) >= limits.max_waiting_leases:
             raise ResourceExhausted(f"{limits.max_waiting_leases} leases wait already", retry_after_s=0.1)
         state.tell_time(now_ms)
-        access = state.uses.of(found.use, namespace)
-        rows = self._acquiring.find(hashes, namespace, access)
+        allowed = state.uses.of(found.use, namespace)
+        rows = self._acquiring.find(hashes, namespace, allowed)
         request = Request(
             session=found,
             namespace=namespace,
@@ -333,7 +332,7 @@ class Store:
             parent=int(rows[first - 1]) if first else NONE,
             reserve=reserve,
             private_fill=private_fill,
-            access=access,
+            allowed=allowed,
             now_ms=now_ms,
         )
         grant = self._acquiring.acquire(request, rows[first:])
@@ -381,7 +380,7 @@ class Store:
         """
         found = self._check_chain(session, namespace, hashes)
         self._state.tell_time(now_ms)
-        if self._state.uses.of(found.use, namespace) & Access.READS:
+        if self._state.uses.of(found.use, namespace).reads:
             self._prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
 
     def cancel(self, session: int, lease: int) -> None:

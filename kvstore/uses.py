@@ -6,15 +6,33 @@ when it attaches. Owner only. Pure.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache_use import Access, CacheUse
 
-__all__ = ["Uses"]
+__all__ = ["Allowed", "Uses"]
 
 _ALL = CacheUse.ON.access
-_OF_BITS = tuple(map(Access, range(8)))  # an IntFlag made of bits costs a microsecond, at each acquire
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What one request may do: the bits of `Access`, as the store asks for them."""
+
+    reads: bool
+    writes: bool
+    counts: bool
+
+
+# An operation on an IntFlag costs a microsecond, and an acquire would have several.
+_OF_BITS = tuple(
+    Allowed(bool(bits & Access.READS), bool(bits & Access.WRITES), bool(bits & Access.COUNTS))
+    for bits in range(8)
+)
+_WRITES = int(Access.WRITES)
 
 
 class Uses:
@@ -24,7 +42,7 @@ class Uses:
 
     def __init__(self, max_namespaces: int) -> None:
         self._everywhere = int(_ALL)
-        self._of_namespace: NDArray[np.uint8] = np.full(max_namespaces, _ALL, dtype=np.uint8)
+        self._of_namespace = bytearray([int(_ALL)]) * max_namespaces
 
     def allow_everywhere(self, access: Access) -> None:
         """No request may do more than this."""
@@ -32,18 +50,19 @@ class Uses:
 
     def allow(self, namespace: int, access: Access) -> None:
         """A namespace, and the tenant that it is of, allow this."""
-        self._of_namespace[namespace] = access
+        self._of_namespace[namespace] = int(access)
 
-    def of(self, session: int, namespace: int) -> Access:
+    def of(self, session: int, namespace: int) -> Allowed:
         """What a request of a session, which allows `session`, may do with a namespace."""
-        return _OF_BITS[int(self._of_namespace[namespace]) & self._everywhere & session]
+        return _OF_BITS[self._of_namespace[namespace] & self._everywhere & session]
 
     def may_write(self, session: int, namespaces: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """[n] whether blocks of each namespace, all known, may be stored."""
-        allowed = self._of_namespace[namespaces] & np.uint8(self._everywhere & session)
-        found: NDArray[np.bool_] = (allowed & np.uint8(Access.WRITES)) != 0
+        of_namespaces = np.frombuffer(self._of_namespace, dtype=np.uint8)[namespaces]
+        allowed = of_namespaces & np.uint8(self._everywhere & session)
+        found: NDArray[np.bool_] = (allowed & np.uint8(_WRITES)) != 0
         return found
 
     def needs_room(self, session: int) -> bool:
         """Whether what a session stores may need room in DRAM."""
-        return bool(self._everywhere & session & int(Access.WRITES))
+        return bool(self._everywhere & session & _WRITES)

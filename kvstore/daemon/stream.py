@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from kvstore.cache_use import Access
 from kvstore.daemon.handlers import Malformed
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
@@ -188,7 +187,7 @@ class SessionStreams:
         fault("grant.commit")
         session.post(grant=_grant_message(message.id, grant))
         fault("grant.sent")
-        if self._store.sharing.access(session.id, namespace) & Access.COUNTS:
+        if self._store.sharing.allowed(session.id, namespace).counts:
             self._owner.requests.asked(session, namespace, request.lease, hashes, now_ms)
 
     def _step(self, session: Session, message: pb.ClientMessage) -> None:
