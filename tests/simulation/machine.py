@@ -463,7 +463,14 @@ class Life:
             start_link=self._start_link,
         )
         machine.kept[SlabTable.NAME] = self.movers.slabs.fd
-        self.admin = Admin(owner=self.owner, sessions=None, memory=None, movers=self.movers, resizing=None)  # type: ignore[arg-type]
+        self.admin = Admin(
+            owner=self.owner,
+            sessions=None,  # type: ignore[arg-type]
+            memory=None,  # type: ignore[arg-type]
+            movers=self.movers,
+            resizing=None,  # type: ignore[arg-type]
+            tenancy=None,  # type: ignore[arg-type]
+        )
         self.starts = [PathStart() for _ in machine.config.nvme]
         self.work = [
             *(
