@@ -62,6 +62,18 @@ def prefill_figures(result: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
+def _behind_figures(row: Mapping[str, Any]) -> list[Figure]:
+    """Of new tokens behind a prefix from DRAM."""
+    name = f"{row['prefix_tokens']:,} from dram + {row['new_tokens']:,} new"
+    ways = (("in layer groups", "grouped_s"), ("whole load first", "whole_s"), ("prefix in hbm", "hbm_s"))
+    figures = [
+        Figure(name=f"{name}, {way}", value=row[key], unit="s") for way, key in ways if row[key] is not None
+    ]
+    if row["grouped_over_whole"] is not None:
+        figures.append(Figure(name=f"{name}, groups / whole", value=row["grouped_over_whole"], unit=""))
+    return figures
+
+
 def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
     """Seconds to the first token by tier, and the parts of a start after a kill."""
     figures = [
@@ -81,6 +93,8 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
             figures.append(
                 Figure(name=name, value=row["recompute_over_dram"], unit="", larger_is_better=True)
             )
+    for row in result.get("behind", ()):
+        figures += _behind_figures(row)
     kill = result.get("kill")
     if kill is None:  # it was stopped before
         return figures

@@ -6,8 +6,10 @@ out of HBM, so what is asked then comes from DRAM (`dram`). For `disk` daemon an
 same files. A sample counts for the tier that three quarters of its tokens or more came from.
 
 What a load from DRAM may take is 1.12 × its bytes at the rate of a plain pinned copy in the same process, and one
-decode step. From `kill -9` of the engine process to the first token of a new one over HBM that outlived it, each part
-of the start is listed, and what is left to KV: the time to the first token less one decode step.
+decode step. Behind some prefixes from DRAM many new tokens are computed: by the first engine process, which loads in
+groups of layers where that pays, and by the second one, which awaits a load as a whole. From `kill -9` of the engine
+process to the first token of a new one over HBM that outlived it, each part of the start is listed, and what is left to
+KV: the time to the first token less one decode step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.shapes import default_model
+from bench.ttft_behind import BehindRow, LoadWay
 from bench.ttft_run import Kill, TtftPlan, TtftRow, TtftRun
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
@@ -32,13 +35,30 @@ CUDA = TtftPlan(
     chunk_tokens=8192,
     raw_bytes=4 << 30,
     disk="48GiB",
+    behind_lengths=(32768, 131072),
+    behind_tokens=4096,
 )
 CUDA_SHORT = TtftPlan(
-    lengths=(8192, 32768), new_tokens=16, samples=3, chunk_tokens=8192, raw_bytes=1 << 30, disk="12GiB"
+    lengths=(8192, 32768),
+    new_tokens=16,
+    samples=3,
+    chunk_tokens=8192,
+    raw_bytes=1 << 30,
+    disk="12GiB",
+    behind_lengths=(32768,),
+    behind_tokens=4096,
 )
 CPU = TtftPlan(
-    lengths=(256, 1024), new_tokens=4, samples=2, chunk_tokens=256, raw_bytes=16 << 20, disk="64MiB"
+    lengths=(256, 1024),
+    new_tokens=4,
+    samples=2,
+    chunk_tokens=256,
+    raw_bytes=16 << 20,
+    disk="64MiB",
+    behind_lengths=(1024,),
+    behind_tokens=128,
 )
+"""Its model has blocks so small that loads are awaited as a whole either way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +71,7 @@ class TtftResult:
     """What was set of the engine besides."""
     raw_gb_per_s: float
     rows: tuple[TtftRow, ...]
+    behind: tuple[BehindRow, ...]
     kill: Kill
     disk_error: str
     """Why nothing, or not everything, was measured from disk; empty where it was."""
@@ -71,6 +92,7 @@ class _Known:
             **self.base,
             "raw_gb_per_s": self.raw_bytes_per_s / 1e9,
             "rows": [asdict(row) for row in self.run.rows(self.raw_bytes_per_s)],
+            "behind": [asdict(row) for row in self.run.behind.rows()],
             "disk_error": "it was stopped before it had ended",
         }
         return found if self.kill is None else {**found, "kill": asdict(self.kill)}
@@ -117,6 +139,7 @@ def measure(
                 known.raw_bytes_per_s = raw = engine.raw_bytes_per_s(plan.raw_bytes)
                 run.cold_and_hbm(engine)
                 run.dram(engine)
+                run.loads_behind(engine, LoadWay.GROUPED)
                 killed_at = engine.kill()
             known.kill = kill = run.after_kill(killed_at)
             keep(known.so_far())
@@ -133,6 +156,7 @@ def measure(
             worker=dict(worker or {}),
             raw_gb_per_s=raw / 1e9,
             rows=tuple(run.rows(raw)),
+            behind=tuple(run.behind.rows()),
             kill=kill,
             disk_error=disk_error,
         )

@@ -14,6 +14,7 @@ import kvstore
 from bench.asked import Answer, AskedWorker, Mark, Start, spawn_asked
 from bench.service import Service, serve_in
 from bench.timing import median
+from bench.ttft_behind import Behind, LoadWay
 from engine_adapter.engine.device import compute_dtype
 from engine_adapter.engine.source import find_shape
 from kvstore.errors import DeadlineExceeded
@@ -46,6 +47,9 @@ class TtftPlan:
     raw_bytes: int
     disk: str
     """Least capacity of the disk tier; it is as much more as everything needs, where the disk has room."""
+    behind_lengths: tuple[int, ...] = ()
+    """Prefixes from DRAM, among `lengths`, behind which `behind_tokens` are computed."""
+    behind_tokens: int = 0
     block_tokens: int = 32
     timeout_s: float = 180.0
 
@@ -160,6 +164,13 @@ class TtftRun:
         config = find_shape(model).config
         self._slot_bytes = config.page_bytes(plan.block_tokens, DTYPE_BYTES[dtype])
         self._samples = {length: Samples(plan.block_tokens) for length in plan.lengths}
+        self.behind = Behind(
+            lengths=plan.behind_lengths,
+            longest=plan.lengths[-1],
+            new_tokens=plan.behind_tokens,
+            samples=plan.samples,
+            token_bytes=self._slot_bytes / plan.block_tokens,
+        )
         self._service: Service | None = None
         self._stored_blocks = 0
         self.disk_shortage = ""
@@ -171,8 +182,7 @@ class TtftRun:
     def service(self) -> Iterator[None]:
         """A daemon over the run's folder; each finds on disk what the ones before wrote."""
         self._say("starting a daemon")
-        blocks = sum(_PROMPTS * self._blocks(length) for length in self._plan.lengths)
-        dram = blocks * self._slot_bytes * 5 // 4
+        dram = self._all_blocks() * self._slot_bytes * 5 // 4
         settings = {
             "hbm": write_size(self._pages() * self._slot_bytes * 5 // 4 + (64 << 20)),
             "min_slot": write_size(self._slot_bytes),
@@ -194,7 +204,7 @@ class TtftRun:
             worker.ready()
             yield worker
 
-    def _spawn(self) -> AbstractContextManager[AskedWorker]:
+    def _spawn(self, way: LoadWay = LoadWay.GROUPED) -> AbstractContextManager[AskedWorker]:
         assert self._service is not None
         flags = {
             "socket": str(self._service.socket),
@@ -204,6 +214,8 @@ class TtftRun:
             "worker.hbm": write_size(self._pages() * self._slot_bytes),
             "worker.block_tokens": str(self._plan.block_tokens),
             "worker.chunk_tokens": str(self._plan.chunk_tokens),
+            "worker.layer_groups": way.value,
+            "worker.load": "always",  # the rows are of loads, whether or not computing is sooner
             **self._extra,
         }
         self._say("starting an engine")
@@ -238,13 +250,30 @@ class TtftRun:
                     samples.add(seed, self._ask(engine, length, seed))
             self._row_done()
 
+    def loads_behind(self, engine: AskedWorker, way: LoadWay) -> None:
+        """Prefixes from DRAM with much to compute behind them. The prompt that `after_kill` asks is in HBM then."""
+        if not self._plan.behind_lengths:
+            return
+
+        def ask(length: int, seed: int, new_tokens: int, new_seed: int) -> Answer:
+            return self._ask(engine, length, seed, new_tokens, new_seed)
+
+        self._say(f"{self._plan.behind_tokens:,} tokens behind a prefix from DRAM, layer groups {way.value}")
+        self.behind.measure(way, ask)
+        self._ask(engine, self._plan.lengths[-1], _PROMPTS - 1)
+        self._row_done()
+
     def after_kill(self, killed_at: float) -> Kill:
-        """What a new engine process does until it has answered the prompt that the killed one had in HBM last."""
+        """What a new engine process does until it has answered the prompt that the killed one had in HBM last.
+
+        Then, with loads that are awaited as a whole, `loads_behind`.
+        """
         longest, seed = self._plan.lengths[-1], _PROMPTS - 1
         ended_at = time.monotonic()
-        with self._spawn() as engine:
+        with self._spawn(LoadWay.WHOLE) as engine:
             start = engine.ready()
             answer = self._ask(engine, longest, seed)
+            self.loads_behind(engine, LoadWay.WHOLE)
         self._samples[longest].add(seed, answer)
         return Kill(
             prompt_tokens=longest,
@@ -273,9 +302,17 @@ class TtftRun:
         if pending:
             raise DeadlineExceeded(f"{pending} blocks did not reach the disk in {self._plan.timeout_s:g} s")
 
-    def _ask(self, engine: AskedWorker, length: int, seed: int) -> Answer:
+    def _ask(
+        self, engine: AskedWorker, length: int, seed: int, more_tokens: int = 0, more_seed: int = 0
+    ) -> Answer:
         # Prompts of different lengths share no first block.
-        return engine.ask(tokens=length, seed=seed + length, new_tokens=self._plan.new_tokens)
+        return engine.ask(
+            tokens=length,
+            seed=seed + length,
+            new_tokens=self._plan.new_tokens,
+            question_tokens=more_tokens,
+            question_seed=more_seed,
+        )
 
     def _await_dram(self) -> None:
         """Until every full block that was computed is in DRAM too: before, nothing may put it out of HBM."""
@@ -298,12 +335,17 @@ class TtftRun:
         """Blocks of a prompt and its answer."""
         return -(-(length + self._plan.new_tokens) // self._plan.block_tokens) + 1
 
+    def _all_blocks(self) -> int:
+        """Blocks of everything that is asked."""
+        prompts = sum(_PROMPTS * self._blocks(length) for length in self._plan.lengths)
+        return prompts + self._blocks(self.behind.asked_tokens)
+
     def _pages(self) -> int:
         """HBM pages: one prompt of the longest kind, the slots that a session keeps in hand, and those kept free.
 
         So a prompt stays whole when it has been answered, and another one of its kind puts most of it out.
         """
-        prompt = self._blocks(self._plan.lengths[-1])
+        prompt = self._blocks(self._plan.lengths[-1] + self._plan.behind_tokens)
         needed = prompt + min(_MAX_SPARE_PAGES, prompt // 3)
         return needed + min(256, max(4, needed // 14))
 
@@ -312,8 +354,7 @@ class TtftRun:
         self._folder.mkdir(exist_ok=True)
         free = shutil.disk_usage(self._folder).free + _used_bytes(self._folder) - _SPARE_BYTES
         # A slab has a trailer for each slot and no part of one at its end; the index takes a hundredth.
-        blocks = sum(_PROMPTS * self._blocks(length) for length in self._plan.lengths)
-        needed = blocks * self._slot_bytes * 17 // 16 * 100 // 98 + 2 * _SLAB_BYTES
+        needed = self._all_blocks() * self._slot_bytes * 17 // 16 * 100 // 98 + 2 * _SLAB_BYTES
         wanted = max(parse_size(self._plan.disk), -(-needed // _SLAB_BYTES) * _SLAB_BYTES)
         given = wanted if wanted <= free else max(64 << 20, free // _SLAB_BYTES * _SLAB_BYTES)
         self.disk_shortage = (

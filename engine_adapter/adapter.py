@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count
 
@@ -26,8 +26,10 @@ from engine_adapter.absence import Absence
 from engine_adapter.admissions import admission
 from engine_adapter.adoption import Adoption
 from engine_adapter.ahead import LoadAhead
+from engine_adapter.arrival import Arrival
 from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 from engine_adapter.copier import Copier
+from engine_adapter.layer_groups import LayerGroups
 from engine_adapter.load_choice import ChoiceSettings, LoadChoice
 from engine_adapter.load_plans import LoadPlans
 from engine_adapter.loads import Load
@@ -72,7 +74,7 @@ class _Request:
     seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed
     private: bool = False  # it has asked for slots of its own for blocks that others are computing
     grant: PendingGrant | None = None
-    load: Load | None = None  # that its admission waits for
+    load: Load | None = None  # that its admission waits for, or its first step
     admission: Admission | None = None
     slots: _U32 = field(default_factory=lambda: _NO_SLOTS)  # block table, as slots
     pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
@@ -94,6 +96,7 @@ class KvstoreBlockManager:
         patience_s: float = 5.0,
         away_s: float = 30.0,
         loads: ChoiceSettings | None = None,
+        layer_groups: LayerGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`parts`: what makes this engine's KV interchangeable (kvstore/identity.py). Caller closes session and copier.
@@ -103,11 +106,14 @@ class KvstoreBlockManager:
 
         `away_s`: once the daemon has been away for so long, a request that needs more than the slots in hand fails.
         `loads`: how it is decided what is loaded and what computed; None: as for an engine that can do one at a time.
+
+        `layer_groups`: when a request is admitted while its prefix is still being loaded; None: never.
         """
         self._session = session
         self._copier = copier
         self._patience_s = patience_s
         self._away_s = away_s
+        self.layer_groups = layer_groups
         self._absence = Absence(clock)
         self._clock = clock
         self._namespace: Namespace = session.open_namespace(parts)
@@ -181,7 +187,7 @@ class KvstoreBlockManager:
         elif entry.phase is _Phase.ASKED:
             self._take_answer(entry, num_tokens)
         if entry.phase is _Phase.LOADING:
-            self._finish_load(entry)
+            self._finish_load(entry, num_tokens)
         if entry.phase is not _Phase.ADMITTED:
             return None
         self._ahead.end(request)
@@ -284,18 +290,29 @@ class KvstoreBlockManager:
                 SlotRun(slots=grant.hbm_slots[in_dram], generations=grant.hbm_generations[in_dram]),
             )
 
-    def _finish_load(self, entry: _Request) -> None:
-        if entry.load is not None:
-            entry.load.submit(self._copier)
-            if not entry.load.loaded:
+    def _finish_load(self, entry: _Request, num_tokens: int) -> None:
+        load, admission = entry.load, entry.admission
+        if load is not None and not load.loaded and admission is not None:
+            load.submit(self._copier, self._arrival(load, admission, num_tokens))
+            if load.arriving is None or entry.lost:
                 return
-        if entry.load is not None:
-            self._plans.loaded(entry.load)
-        entry.load = None
+            entry.admission = replace(admission, arriving=load.arriving)  # for its first step to wait
+        self._note_load(entry)
         if entry.lost:
             self._start_again(entry)
         else:
             self._admit(entry)
+
+    def _arrival(self, load: Load, admission: Admission, num_tokens: int) -> Arrival | None:
+        """Of a load that is about to begin, where it is to come in groups of layers: for a request that is alone."""
+        if self.layer_groups is None or load.begun or len(self._requests) > 1:
+            return None
+        return self._plans.arrival(self.layer_groups, load, admission.cached_tokens, num_tokens)
+
+    def _note_load(self, entry: _Request) -> None:
+        if entry.load is not None and entry.load.loaded:
+            self._plans.loaded(entry.load)
+            entry.load = None
 
     def _start_without_answer(self, entry: _Request, num_tokens: int) -> None:
         """The daemon is away: compute everything in slots of the credit, or ask again later; at last, fail."""
@@ -361,6 +378,7 @@ class KvstoreBlockManager:
         hashed = entry.chain.num_tokens
         if num_tokens > hashed:
             entry.chain.extend(token_ids[hashed:num_tokens])
+        self._note_load(entry)
         full = num_tokens // self.block_tokens
         if full > entry.sealed_blocks and not entry.lost:
             self._seal(entry, range(entry.sealed_blocks, min(full, entry.behind.start)))

@@ -21,7 +21,7 @@ from typing import NewType, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "BlockManager", "Pages", "Reach", "RequestId"]
+__all__ = ["Admission", "Arriving", "BlockManager", "Pages", "Reach", "RequestId"]
 
 RequestId = NewType("RequestId", str)
 EVERYTHING = 1 << 62
@@ -64,17 +64,31 @@ class Pages:
         }
 
 
+class Arriving(Protocol):
+    """A cached prefix that is still on its way into an admitted request's pages, layer by layer."""
+
+    def wait_for(self, layer: int) -> bool:
+        """Returns when that layer, and all before it, of all cached blocks are there. False: they do not come.
+
+        Waits for a bounded time since something came last. On the engine's thread, before a kernel that reads the layer
+        is launched.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """What an admitted request starts with.
 
     `cached_tokens` is a multiple of `block_tokens` and less than the number of tokens given to `enqueue`: at least one
     token is always computed, so the first logits exist. `cached_by_tier` says where they were found when the request
-    was admitted (keys `"hbm"`, `"dram"`, `"nvme"`); its values add up to `cached_tokens`.
+    was admitted (keys `"hbm"`, `"dram"`, `"nvme"`); its values add up to `cached_tokens`. `arriving` is there where the
+    cached pages are not complete yet: then no layer of them may be read before it has been waited for.
     """
 
     cached_tokens: int
     cached_by_tier: Mapping[str, int]
+    arriving: Arriving | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

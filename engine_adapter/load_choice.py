@@ -23,7 +23,7 @@ from kvstore.guard import GuardLimits, TierGuard, Use, Verdict
 from kvstore.layout import MOVER_BIT, ExtentState, SlotState, Tier, states
 from kvstore.meeting import Meeting, Pieces, cut
 from kvstore.planner import Ends, Plan, Question, Way, plan_request, segments_of
-from kvstore.speeds import PrefillSpeed, SpeedMeter, TierSpeed
+from kvstore.speeds import PrefillSpeed, SpeedMeter, Speeds, TierSpeed
 
 __all__ = ["ChoiceSettings", "LoadChoice", "LoadMode"]
 
@@ -93,6 +93,10 @@ class LoadChoice:
             self._stored_at = now
             if self._computes:  # else nobody knows what loads save
                 self._stores.spent(busy_s, nbytes)
+
+    def speeds(self) -> Speeds:
+        """What is known now."""
+        return self._meter.speeds()
 
     def tier_speed(self, tier: Tier) -> TierSpeed | None:
         """None: nothing was loaded from it yet."""

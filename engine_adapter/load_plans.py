@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.arrival import Arrival
 from engine_adapter.base import EVERYTHING, Reach
 from engine_adapter.both_ends import BothEnds, LoadedPiece
 from engine_adapter.copier import Copier
+from engine_adapter.layer_groups import LayerGroups
 from engine_adapter.load_choice import LoadChoice
 from engine_adapter.loads import Load
 from kvstore.client import Namespace, Session
@@ -139,6 +141,18 @@ class LoadPlans:
             self._clock,
         )
         planned.both.poll(hits * self._namespace.block_tokens)
+
+    def arrival(self, rule: LayerGroups, load: Load, cached_tokens: int, num_tokens: int) -> Arrival | None:
+        """Of a load that comes in groups of layers while what is not cached is computed; None: it comes whole."""
+        speeds = self._choice.speeds()
+        groups = rule.choose(
+            blocks=len(load),
+            cached_tokens=cached_tokens,
+            num_tokens=num_tokens,
+            prefill=speeds.prefill,
+            dram=speeds.tiers.get(Tier.DRAM),
+        )
+        return Arrival(layers=rule.layers, groups=groups) if groups > 1 else None
 
     def loaded(self, load: Load) -> None:
         """What was copied for a request from DRAM is there."""

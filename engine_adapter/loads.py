@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from engine_adapter.arrival import Arrival
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from engine_adapter.write_through import copies
 from kvstore.client import Session, SlotRun
@@ -17,16 +18,26 @@ __all__ = ["Load"]
 class Load:
     """Blocks on their way up. It has references of its own to the HBM slots, and takes over those to the DRAM slots."""
 
-    __slots__ = ("_batch", "_session", "_sources", "_targets", "began_at", "ended_at", "loaded")
+    __slots__ = ("_batch", "_session", "_sources", "_targets", "arriving", "began_at", "ended_at", "loaded")
 
     def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
         self._session = session
         self._sources = sources
         self._targets = targets
         self._batch: CopyBatch | None = None
+        self.arriving: Arrival | None = None  # where it comes in groups of layers, from its submission on
         self.loaded = False
         self.began_at = self.ended_at = time.monotonic()
         session.share_hbm(targets.slots)
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._sources)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a copier has taken it."""
+        return self._batch is not None
 
     @property
     def nbytes(self) -> int:
@@ -38,8 +49,11 @@ class Load:
         """From its making to its end. Once it is `loaded`."""
         return self.ended_at - self.began_at
 
-    def submit(self, copier: Copier) -> None:
-        """Has it begin, unless it has begun; the copier may be full: then ask again."""
+    def submit(self, copier: Copier, arrival: Arrival | None = None) -> None:
+        """Has it begin, unless it has begun; the copier may be full: then ask again.
+
+        `arrival`: it comes in groups of layers, and that hears of them.
+        """
         if self._batch is None:
             batch = CopyBatch(
                 direction=Direction.LOAD,
@@ -49,8 +63,11 @@ class Load:
                 done=self._done,
                 hbm_slots=self._targets.slots,
                 dram_slots=self._sources.slots,
+                groups=1 if arrival is None else arrival.groups,
+                group_done=None if arrival is None else arrival.came,
             )
-            self._batch = batch if copier.submit(batch) else None
+            if copier.submit(batch):
+                self._batch, self.arriving = batch, arrival
 
     def withdraw(self, copier: Copier) -> None:
         """Nobody needs it: it is taken back where nothing of it has begun."""

@@ -19,6 +19,7 @@ from engine_adapter.budget import device_spec
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.group import MemberGroup
 from engine_adapter.group_copier import GroupCopier
+from engine_adapter.layer_groups import LayerGroups
 from engine_adapter.load_choice import ChoiceSettings
 from kvstore.cache_use import CacheUse
 from kvstore.client import Client, DramListener, Session, connect
@@ -45,6 +46,8 @@ class StorePlan:
     group: MemberGroup | None = None
     loads: ChoiceSettings | None = None
     use: CacheUse = CacheUse.ON
+    layer_groups: LayerGroups | None = None
+    """Of `begin_block_manager` alone; see KvstoreBlockManager."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class PendingBlockManager:
                 patience_s=plan.patience_s,
                 away_s=plan.away_s,
                 loads=plan.loads,
+                layer_groups=plan.layer_groups,
             )
         return self._blocks
 

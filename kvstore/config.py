@@ -323,6 +323,9 @@ class WorkerConfig:
     """Tokens of one prefill step, over all requests in it; 0: 512 on the CPU, 8192 on a GPU."""
     max_requests: int = 16
     """Requests in one batch."""
+    layer_groups: str = "auto"
+    """`auto`: a request that is alone and has much to compute begins while its prefix comes from DRAM, layer by layer,
+    where that pays; `off`: a load is awaited as a whole. Never in deterministic mode, nor with several devices."""
     threads: int = 0
     """CPU threads; 0: all cores."""
     cache: CacheUse = CacheUse.ON
@@ -355,6 +358,7 @@ class WorkerConfig:
         )
         _require(1 <= self.tensor_parallel <= 64, "worker.tensor_parallel", "must be from 1 to 64")
         _require(self.attention in ("triton", "flashinfer"), "worker.attention", "is triton or flashinfer")
+        _require(self.layer_groups in ("auto", "off"), "worker.layer_groups", "is auto or off")
         _require(1 <= self.max_requests <= 4_096, "worker.max_requests", "must be from 1 to 4096")
         _require(self.load in ("auto", "always", "never"), "worker.load", "is auto, always or never")
         _require(0 <= self.canary_every <= 1 << 30, "worker.canary_every", "must be from 0 to 1073741824")

@@ -20,6 +20,7 @@ from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts
 from engine_adapter.group_watch import end_process, watched
+from engine_adapter.layer_groups import LayerGroups, layer_groups_of
 from engine_adapter.load_settings import choice_settings
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
@@ -327,6 +328,7 @@ def _block_manager(
         timeout_s=options.timeout_s,
         use=options.worker.cache,
         loads=choice_settings(options.worker, settings, source.config),
+        layer_groups=_layer_groups(geometry, settings, options.worker),
     )
     with begin_block_manager(plan) as pending:
         yield _Pending(result=pending.result, settle=pending.pin_ahead, times=lambda: pending.times)
@@ -338,6 +340,13 @@ def _parts(
     """The namespace of this worker's blocks."""
     parts = namespace_parts(source, geometry, settings)
     return parts if worker.tenant is None else {**parts, "tenant": worker.tenant.encode()}
+
+
+def _layer_groups(geometry: Geometry, settings: EngineSettings, worker: WorkerConfig) -> LayerGroups | None:
+    """Deterministic mode computes a few tokens at a time through all layers: nothing hides a load there."""
+    if worker.layer_groups == "off" or settings.deterministic:
+        return None
+    return layer_groups_of(geometry, chunk_tokens=settings.chunk_tokens)
 
 
 def _find_daemon(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine_adapter.engine.arriving import LateKv, pass_over
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.graphs import graph_sizes, padded_size
 from engine_adapter.engine.models.fused import FusedLlama
@@ -104,10 +105,11 @@ class CudaRunner:
         with self._queue.current():
             staging = self._buffers.next_staging()
             sampling = [chunk for chunk in chunks if chunk.samples]
-            if len(sampling) == len(chunks) and all(chunk.end - chunk.start == 1 for chunk in chunks):
-                logits = self._decode(staging, chunks, tables)
-            else:
-                logits = self._mixed(chunks, tables)
+            try:
+                logits = (self._decode if _in_a_graph(chunks) else self._mixed)(staging, chunks, tables)
+            except LateKv:
+                self._queue.record().synchronize()  # its pages may go back
+                raise
             self._buffers.fetch_chosen(staging, len(sampling))
             staging.event = self._queue.record()
         self._chosen_by = {chunk.request: index for index, chunk in enumerate(sampling)}
@@ -163,7 +165,12 @@ class CudaRunner:
         )  # not `copy_`: that may take a copy engine, as stores do
         self._choose(logits)
 
-    def _mixed(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> Tensor:
+    def _mixed(
+        self,
+        staging: Staging,  # noqa: ARG002 (as `_decode`)
+        chunks: Sequence[Chunk],
+        tables: Sequence[NDArray[np.int32]],
+    ) -> Tensor:
         lengths = np.array([chunk.end - chunk.start for chunk in chunks])
         ends = np.cumsum(lengths)
         batch = AttentionBatch(
@@ -181,7 +188,7 @@ class CudaRunner:
         ids = parts[0]
         if len(unknown):
             ids[parts[2]] = self._buffers.chosen[parts[3]].long()
-        logits = self._model.logits(ids, self._passes.mixed(batch), parts[1])
+        logits = self._model.logits(ids, pass_over(chunks, self._passes.mixed(batch)), parts[1])
         if len(wanted):
             self._choose(logits)
         return logits
@@ -200,6 +207,13 @@ class CudaRunner:
             flat = flat.pin_memory()
         there = flat.to(self._device, non_blocking=True)
         return tuple(torch.split(there, [len(part) for part in parts]))
+
+
+def _in_a_graph(chunks: Sequence[Chunk]) -> bool:
+    """Whether all of them decode one token, over KV that is there: a graph waits for nothing."""
+    return all(
+        chunk.samples and chunk.end - chunk.start == 1 and chunk.request.arriving is None for chunk in chunks
+    )
 
 
 def _pad_tables(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

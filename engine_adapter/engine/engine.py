@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.base import BlockManager, RequestId
+from engine_adapter.engine.arriving import LateKv
 from engine_adapter.engine.attention.tiled import GRID_TOKENS
 from engine_adapter.engine.canary import Canary
 from engine_adapter.engine.detokenizer import Detokenizer
@@ -32,7 +33,7 @@ from engine_adapter.engine.sampler import SamplingParams, sample
 from engine_adapter.engine.scheduler import Scheduler, SchedulerConfig, SchedulerStats
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.token_buffer import TokenBuffer
-from kvstore.errors import Corruption, InvalidArgument, KvstoreError
+from kvstore.errors import Corruption, InvalidArgument, KvstoreError, Unavailable
 from kvstore.faults import fault
 from kvstore.identity import packed_tokens
 
@@ -103,6 +104,8 @@ class _InFlight:
     step: LaunchedStep
     sampling: list[SamplingParams]
     launched_at: float
+    waited: bool
+    """Whether its launch waited for a load."""
 
     @property
     def draws(self) -> bool:
@@ -228,7 +231,11 @@ class Engine:
         chunks = self._scheduler.schedule()
         outputs += [self._fail(self._live[it.request.id], it.error) for it in self._scheduler.take_refused()]
         if chunks:
-            self._launch(chunks)
+            try:
+                self._launch(chunks)
+            except LateKv as late:  # nothing of the step runs; the others are scheduled again
+                chunks = []
+                outputs.append(self._fail(self._live[late.request.id], _not_loaded(late.request)))
             if self._canary is not None:
                 self._canary.admitted(chunks)
         self._idle = not chunks and not self._in_flight
@@ -265,10 +272,17 @@ class Engine:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]
         self._blocks.computing(len(self._in_flight) + 1)
         launched_at = time.perf_counter()
-        step = self._runner.launch(chunks, tables)
+        waited = any(chunk.request.arriving is not None for chunk in chunks)
+        try:
+            step = self._runner.launch(chunks, tables)
+        except LateKv:
+            self._blocks.computing(len(self._in_flight))
+            raise
         self._scheduler.launched(chunks)
         sampling = [self._live[chunk.request.id].params for chunk in chunks if chunk.samples]
-        launched = _InFlight(chunks=chunks, step=step, sampling=sampling, launched_at=launched_at)
+        launched = _InFlight(
+            chunks=chunks, step=step, sampling=sampling, launched_at=launched_at, waited=waited
+        )
         self._in_flight.append(launched)
         fault("step.launched")
 
@@ -286,7 +300,7 @@ class Engine:
         """Tells what a step of prefill took: from its launch, or from the end of the one before it."""
         now = time.perf_counter()
         spans = [(chunk.start, chunk.end) for chunk in ended.chunks if chunk.end - chunk.start > 1]
-        if spans:
+        if spans and not ended.waited:
             self._blocks.computed(spans, now - max(ended.launched_at, self._ended_at))
         self._ended_at = now
 
@@ -363,6 +377,11 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Queue lengths and preemptions."""
         return self._scheduler.stats()
+
+
+def _not_loaded(request: Request) -> Unavailable:
+    cached = request.admission.cached_tokens if request.admission else 0
+    return Unavailable(f"its cached prefix of {cached:,} tokens was not loaded from DRAM in time; ask again")
 
 
 def _by_tier(request: Request) -> Mapping[str, int]:

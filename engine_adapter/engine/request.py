@@ -7,7 +7,7 @@ in its place from the launch of the step that chooses it until that step has end
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_adapter.base import Admission, RequestId
+from engine_adapter.base import Admission, Arriving, RequestId
 from engine_adapter.engine.token_buffer import TokenBuffer
 
 __all__ = ["UNKNOWN", "Chunk", "FinishReason", "Request"]
@@ -32,7 +32,8 @@ class Request:
     KV of the first `num_computed` tokens is in the pages once the launched steps have ended; `num_in_flight` of them
     compute tokens of this request. At `limit_tokens`, prompt and answer, it ends for sure. `admission` is the first
     one: preemption does not change what the request was served from the cache. Of the prompt,
-    `num_overtaken` tokens were loaded while tokens before them were computed.
+    `num_overtaken` tokens were loaded while tokens before them were computed. Until a step has been launched that
+    waits for it, `arriving` is the cached prefix that is still being loaded.
     """
 
     id: RequestId
@@ -46,6 +47,7 @@ class Request:
     num_preemptions: int = 0
     num_overtaken: int = 0
     admission: Admission | None = field(default=None)
+    arriving: Arriving | None = field(default=None)
 
     @property
     def num_generated(self) -> int:

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.engine.attention.base import AttentionBackend, AttentionBatch
+from engine_adapter.engine.arriving import LateKv, step_over
+from engine_adapter.engine.attention.base import AttentionBackend, AttentionBatch, StepAttention
 from engine_adapter.engine.attention.tiled import GRID_TOKENS
 from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.request import Chunk
@@ -50,7 +51,10 @@ class Runner(Protocol):
         ...
 
     def launch(self, chunks: Sequence[Chunk], tables: Sequence[NDArray[np.int32]]) -> LaunchedStep:
-        """Start a step. Chunks and tables are read before it returns."""
+        """Start a step. Chunks and tables are read before it returns.
+
+        Raises LateKv where cached KV that it reads is under way and does not come; nothing of the step runs then.
+        """
         ...
 
 
@@ -100,7 +104,7 @@ class FlatRunner:
             context_lens=np.array([chunk.end for chunk in chunks], np.int32),
         )
         token_ids = np.concatenate([np.array(c.request.tokens[c.start : c.end], np.int64) for c in chunks])
-        hidden = _forward(self._model, token_ids, batch, self._attention)
+        hidden = _forward(self._model, token_ids, batch, step_over(chunks, self._attention.plan(batch)))
         last = [int(end) - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
         return self._model.logits(hidden[last])
 
@@ -147,14 +151,20 @@ class TiledRunner:
             rows=rows,
             context_lens=np.array([piece.end for piece in tile], np.int32),
         )
-        return _forward(self._model, token_ids, batch, self._attention)
+        attention = step_over([chunks[piece.chunk] for piece in tile], self._attention.plan(batch))
+        return _forward(self._model, token_ids, batch, attention)
 
 
 def _forward(
-    model: Llama, token_ids: NDArray[np.int64], batch: AttentionBatch, attention: AttentionBackend
+    model: Llama, token_ids: NDArray[np.int64], batch: AttentionBatch, attention: StepAttention
 ) -> Tensor:
     ids, positions = torch.from_numpy(token_ids), torch.from_numpy(batch.positions())
-    return model.forward(ids.to(model.device), positions.to(model.device), attention.plan(batch))
+    try:
+        return model.forward(ids.to(model.device), positions.to(model.device), attention)
+    except LateKv:
+        if model.device.type == "cuda":  # its pages may go back
+            torch.cuda.current_stream(model.device).synchronize()
+        raise
 
 
 def _pad_tables(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -93,7 +93,10 @@ class Scheduler:
         return True
 
     def remove(self, request: Request) -> None:
-        """Finished or aborted: out of the queues, pages back. Not between `schedule` and its `launched`."""
+        """Finished or aborted: out of the queues, pages back. Not between `schedule` and its `launched`.
+
+        A step that was scheduled and could not be launched is as if it had not been scheduled.
+        """
         for queue in (self._running, self._preempted, self._waiting):
             if request in queue:
                 queue.remove(request)
@@ -125,6 +128,7 @@ class Scheduler:
         """The chunks' kernels are under way: what they compute counts as computed, what they choose is unknown yet."""
         for chunk in chunks:
             request = chunk.request
+            request.arriving = None  # the step has waited for all layers
             request.num_computed = chunk.end
             request.num_in_flight += 1
             if chunk.samples:
@@ -219,6 +223,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         self._blocks.release(request.id)
         request.num_computed = request.num_committed = 0
+        request.arriving = None
         self._waiting.appendleft(request)  # it was admitted before everybody who waits
         self._blocks.enqueue(request.id, request.tokens)
 
@@ -242,6 +247,7 @@ class Scheduler:
                 continue
             request.admission = request.admission or admission
             request.num_computed = request.num_committed = admission.cached_tokens
+            request.arriving = admission.arriving
             request.passed_over = 0
             self._running.append(request)
             budget -= self._add_chunk(chunks, request, budget)

@@ -103,6 +103,10 @@ def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
         assert all(count > 0 for count in row.samples.values())
         assert row.equal, "a cached prompt was answered differently from tier to tier"
         assert row.load_bound_s > row.decode_step_s > 0
+    (behind,) = found.behind
+    assert (behind.prefix_tokens, behind.new_tokens, behind.load_bytes) == (1024, 128, 32 * (128 << 10))
+    assert behind.samples == {"grouped": 2, "whole": 2, "hbm": 4}
+    assert behind.grouped_over_whole is not None
     kill = found.kill
     assert kill.cached_by_tier == {"hbm": 992}, "what was in HBM outlives the engine, all of it"
     assert sum(part.seconds for part in kill.parts) == pytest.approx(kill.total_s)
@@ -119,5 +123,6 @@ def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
         "1,024 from dram",
         "1,024 from disk",
         "kill → first token",
+        "1,024 from dram + 128 new, groups / whole",
     } <= names
     assert list(short_path.iterdir()) == [], "nothing is left on the disk"

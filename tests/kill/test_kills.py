@@ -49,9 +49,10 @@ SESSION_POINTS = [
 ]
 """Passed seldom, some of them only when a worker ends or comes."""
 assert set(SESSION_POINTS) <= set(DAEMON_POINTS)
-ELSEWHERE = {"member.asked", "member.joined", "member.opened", "step.done", "step.launched"}
-"""Passed by the engine and by groups of processes only, and this load is neither: `test_launch_kills` kills at
-`step.launched`, `test_tensor_parallel` at the points of a member, nothing at `step.done`."""
+ELSEWHERE = {"copy.group", "member.asked", "member.joined", "member.opened", "step.done", "step.launched"}
+"""Passed by the engine, by groups of processes and by requests that are alone, and this load is none of them:
+`test_launch_kills` kills at `step.launched`, `test_tensor_parallel` at the points of a member, `test_early_admission`
+at `copy.group`, nothing at `step.done`."""
 assert set(POINTS.worker) >= ELSEWHERE
 WORKER_POINTS = sorted(set(POINTS.worker) - ELSEWHERE)
 SPECS = (WorkerSpec(), WorkerSpec(), WorkerSpec(device=1, slot_kib=32, family=2))

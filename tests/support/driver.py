@@ -11,6 +11,7 @@ import numpy as np
 from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import Admission, RequestId
 from engine_adapter.copier import Copier, TwinCopier
+from engine_adapter.layer_groups import LayerGroups
 from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -32,11 +33,14 @@ class Driver:
         parts: Mapping[str, bytes] = PARTS,
         patience_s: float = 5.0,
         away_s: float = 30.0,
+        layer_groups: LayerGroups | None = None,
     ) -> None:
         self.client = client
         self.session = session
         self.copier = copier
-        self.blocks = KvstoreBlockManager(session, parts, copier, patience_s=patience_s, away_s=away_s)
+        self.blocks = KvstoreBlockManager(
+            session, parts, copier, patience_s=patience_s, away_s=away_s, layer_groups=layer_groups
+        )
         self.namespace: Namespace = session.open_namespace(parts)
         self.tokens: dict[RequestId, list[int]] = {}
 
@@ -56,7 +60,8 @@ class Driver:
             assert time.monotonic() < deadline, f"{request} was not admitted within {timeout_s} s"
             self.blocks.end_step()
             self.blocks.wait(0.05)
-        self.check(request, admission.cached_tokens // BLOCK_TOKENS)
+        if admission.arriving is None:
+            self.check(request, admission.cached_tokens // BLOCK_TOKENS)
         return admission
 
     def chain(self, request: RequestId) -> HashChain:
@@ -145,6 +150,7 @@ def attached(
     patience_s: float = 5.0,
     away_s: float = 30.0,
     copier: Copier | None = None,
+    layer_groups: LayerGroups | None = None,
 ) -> Iterator[Driver]:
     """An engine attached to the daemon at `socket`, with so many pages of 16 KiB."""
     shape = geometry()
@@ -152,6 +158,8 @@ def attached(
     with connect(socket, timeout_s=10.0) as client, client.attach(name, shape, spec) as session:
         copier = copier or TwinCopier()
         try:
-            yield Driver(client, session, copier, patience_s=patience_s, away_s=away_s)
+            yield Driver(
+                client, session, copier, patience_s=patience_s, away_s=away_s, layer_groups=layer_groups
+            )
         finally:
             copier.close(10.0)
