@@ -19,6 +19,7 @@ from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
 from kvstore.prebuilt import Blocks, Prebuilder, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
+from kvstore.tenant import Tenant
 from kvstore.wire.packed import COPY, SEAL
 
 PAGE = 4096
@@ -55,6 +56,15 @@ class Client:
     waiting: set[int] = field(default_factory=set)
     seen: int = 0
     wants: tuple[int, int] = (0, 0)
+
+
+_TENANTS = (
+    Tenant(
+        name="a", hbm_reserve_bytes=3 * PAGE, dram_reserve_bytes=6 * PAGE, nvme_reserve_bytes=8 * PAGE,
+        nvme_quota_bytes=16 * PAGE,
+    ),
+    Tenant(name="b", hbm_quota_bytes=4 * PAGE, dram_quota_bytes=12 * PAGE, dram_reserve_bytes=4 * PAGE),
+)  # fmt: skip
 
 
 class World:
@@ -101,7 +111,14 @@ class World:
                 own = hashes.integers(1, 2**63, (self.BLOCKS - 3, 2), dtype=np.uint64)
                 self.blocks.append(np.concatenate((shared, own)))
         self.store = Store.create(self.memory, self.shape, self.limits, Lru(), fault=self._fault)
+        self._tell_tenants()
         self._extents()
+
+    def _tell_tenants(self) -> None:
+        """The models are of two tenants: what each has is counted, and is checked with all else."""
+        sharing = self.store.sharing
+        sharing.configure(_TENANTS)
+        sharing.on_namespace(lambda handle, digest: sharing.assign(handle, _TENANTS[digest[0] % 2].name))
 
     def _extents(self) -> None:
         add = self.store.add_extent
@@ -147,6 +164,7 @@ class World:
                 self.store = Store.recover(
                     self.memory, self.limits, Lru(), now_ms=self.now_ms, fault=self._fault
                 )
+                self._tell_tenants()
                 break
             except Crash:
                 self.fault_in = None
