@@ -7,7 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.layout import NONE, Tier
-from kvstore.moves import StoreLimits
+from kvstore.loading import LoadSlab
+from kvstore.moves import Outcome, StoreLimits
+from kvstore.prebuilt import Blocks
 from kvstore.quotas import ANYBODY, in_turn
 from kvstore.slots import ClassKey
 from kvstore.tenant import OTHERS, Tenant
@@ -218,6 +220,41 @@ def test_what_is_written_down_takes_from_its_own_tenant_first() -> None:
     shared.store(EVE, 6, seed=30)
     shared.rig.write_down()
     assert shared.used(Tier.NVME) == {OTHERS: 6, ALICE: 20, BOB: 6}
+    shared.rig.check()
+
+
+def test_at_its_reserve_a_tenant_still_gets_its_blocks_from_disk() -> None:
+    """They come in the place of its own: what is reserved for it is its own to give."""
+    shared = Shared(*(Tenant(name=name, dram_reserve_bytes=16 * PAGE) for name in (ALICE, BOB)), hbm=64)
+    rig, bob = shared.rig, shared.sessions[BOB]
+    shared.store(BOB, 8, seed=1)
+    rig.write_down()
+    rig.evict_dram()
+    rig.evict_hbm()
+    for seed in range(16):  # one by one: sessions share the room that is free
+        shared.store(BOB, 1, seed=100 + seed)
+        shared.store(ALICE, 1, seed=200 + seed)
+    assert shared.used(Tier.DRAM) == {OTHERS: 0, ALICE: 16, BOB: 16}
+    assert rig.acquire(bob, chain(8, seed=1)).outcomes.tolist() == [Outcome.PROMOTING] * 8
+    rig.write_down()
+    assert shared.used(Tier.DRAM) == {OTHERS: 0, ALICE: 16, BOB: 16}
+    rig.check()
+
+
+def test_blocks_that_are_found_on_disk_count() -> None:
+    shared = Shared(Tenant(name=ALICE), nvme=0)
+    alice, hashes = shared.rig.namespaces[shared.sessions[ALICE]], chain(6)
+    found = Blocks(
+        hashes=hashes,
+        parents=np.concatenate((np.zeros((1, 2), dtype=np.uint64), hashes[:-1])),
+        namespaces=np.full(6, alice, dtype=np.uint32),
+        depths=np.arange(6, dtype=np.uint32),
+        touches=np.full(6, 5 << 20, dtype=np.uint64),
+        slots=np.arange(6, dtype=np.uint32),
+        generations=np.arange(1, 7, dtype=np.uint32),
+    )
+    shared.rig.load(0, [LoadSlab(slab=1, nbytes=16 * PAGE, slot_bytes=PAGE)], {1: found})
+    assert shared.used(Tier.NVME) == {OTHERS: 0, ALICE: 6}
     shared.rig.check()
 
 
