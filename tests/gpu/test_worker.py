@@ -8,6 +8,9 @@ pytest.importorskip("lmdb", reason="the service's disk index needs it, whether o
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from engine_adapter.copier import CopyBatch  # noqa: E402
+from engine_adapter.cuda_copier import CudaCopier  # noqa: E402
+from tests.engine_adapter.overlapped_loads import LARGE, SMALL, Sizes, behind_a_load, cold  # noqa: E402
 from tests.engine_adapter.test_launch_kills import (  # noqa: E402
     CHUNK,
     PROMPT,
@@ -41,3 +44,30 @@ def test_what_a_launched_step_wrote_is_sealed_only_when_it_has_ended() -> None:
     """With one step in flight: the third is launched, the second may still run, the first has ended."""
     found = die_after_a_launch(DEVICE, launch=3)
     assert found.cached_by_tier == {"hbm": (CHUNK + 8) // 32 * 32}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["tiny", "1b"])
+def test_answers_over_a_load_under_way_are_those_over_a_whole_one(
+    sizes: Sizes, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else kernels of a layer read pages without its KV. In deterministic mode they are those of the cold run, too."""
+    loads: list[int] = []
+    submit = CudaCopier.submit
+
+    def watched(self: CudaCopier, batch: CopyBatch) -> bool:
+        loads.append(batch.groups)
+        return submit(self, batch)
+
+    monkeypatch.setattr(CudaCopier, "submit", watched)
+    settings = sizes.settings(DEVICE, deterministic=deterministic)
+    with short_folder() as folder, service(folder, "--dram", "4GiB") as store:
+        whole = behind_a_load(store, sizes, settings, name="whole", grouped=False)
+        assert set(loads) == {1}
+        grouped = behind_a_load(store, sizes, settings, name="grouped", grouped=True)
+    assert max(loads) == grouped.groups[-1] > 1
+    assert grouped.by_tier.get("dram", 0) > sizes.prefix // 4
+    assert sum(grouped.by_tier.values()) == sum(whole.by_tier.values()) == sizes.prefix
+    assert grouped.token_ids == whole.token_ids
+    if deterministic:
+        assert grouped.token_ids == cold(sizes, settings)
