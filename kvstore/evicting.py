@@ -412,7 +412,7 @@ class Evictor:
         if len(pool.holders):
             good &= pool.holders[slots] == 0
         rows = np.where(good, pool.row[slots], 0)
-        good = self._turns.passes(good, rows)
+        good = self._turns.passes(good, pool.tier, slots)
         good &= state.waits.waited[rows] == 0
         pinned = columns.priority[rows] == PINNED
         if pool.tier is Tier.NVME:

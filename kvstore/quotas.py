@@ -31,6 +31,7 @@ Who = NDArray[np.bool_]
 ANYBODY = -1
 """Who asks, where it is for no tenant: the background, or before quotas are asked."""
 _UNBOUNDED = np.int64(1 << 62)
+_NOBODYS = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class Quotas:
         "_evicted",
         "_lookups",
         "_names",
+        "_owners",
         "_quota",
         "_reserve",
         "_tenant_of",
@@ -106,6 +108,8 @@ class Quotas:
         self._tenant_of: NDArray[np.uint8] = np.zeros(columns.shape.max_namespaces, dtype=np.uint8)
         self.active = False
         """Whether there are tenants: else everything is everybody's."""
+        self._owners: dict[Tier, NDArray[np.uint8]] = {}
+        """[slots] of each tier: the tenant whose block each has, _NOBODYS where none is complete."""
         self._set(())
 
     def _set(self, tenants: Sequence[Tenant]) -> None:
@@ -140,6 +144,10 @@ class Quotas:
     def recount(self, pools: Sequence[SlotPool]) -> None:
         """Counts anew what each has. O(slots)."""
         if self.active:
+            for pool in pools:
+                self._owners[pool.tier] = np.full(len(pool), _NOBODYS, dtype=np.uint8)
+                slots = _sealed(pool)
+                self._owners[pool.tier][slots] = self._tenants(pool.row[slots])
             self._used = self.counted(pools)
 
     # -- what each has
@@ -148,8 +156,8 @@ class Quotas:
         """[tiers, tenants] bytes, counted anew. O(slots)."""
         used = np.zeros_like(self._used)
         for pool in pools:
-            slots = np.flatnonzero(states(pool.state) == SlotState.SEALED).astype(np.uint32)
-            used[pool.tier] = self._bytes(pool, slots)
+            slots = _sealed(pool)
+            used[pool.tier] = self._bytes(pool, slots, self._tenants(pool.row[slots]))
         return used
 
     def faults(self, pools: Sequence[SlotPool]) -> list[str]:
@@ -160,16 +168,19 @@ class Quotas:
 
     def gained(self, pool: SlotPool, slots: U32) -> None:
         """These slots, which name their rows, are complete. See kvstore.slots.Meter."""
-        self._used[pool.tier] += self._bytes(pool, slots)
+        tenants = self._tenants(pool.row[slots])
+        self._owners[pool.tier][slots] = tenants
+        self._used[pool.tier] += self._bytes(pool, slots, tenants)
 
     def lost(self, pool: SlotPool, slots: U32) -> None:
         """These are not any more."""
-        self._used[pool.tier] -= self._bytes(pool, slots)
+        owners = self._owners[pool.tier]
+        self._used[pool.tier] -= self._bytes(pool, slots, owners[slots])
+        owners[slots] = _NOBODYS
 
-    def _bytes(self, pool: SlotPool, slots: U32) -> I64:
-        """[tenants] bytes of these slots by whose blocks they hold."""
+    def _bytes(self, pool: SlotPool, slots: U32, tenants: NDArray[np.uint8]) -> I64:
+        """[tenants] bytes of these slots, which are of these tenants."""
         sizes = pool.slot_bytes(slots)
-        tenants = self._tenants(pool.row[slots])
         if len(slots) and (sizes == sizes[0]).all():  # the common case stays in integers
             return np.bincount(tenants, minlength=len(self._names)) * np.int64(sizes[0])
         counted = np.bincount(tenants, weights=sizes, minlength=len(self._names))
@@ -207,10 +218,19 @@ class Quotas:
         for tenant in np.unique(tenants).tolist():
             yield tenant, rows[tenants == tenant]
 
-    def of(self, who: Who, rows: U32) -> NDArray[np.bool_]:
-        """[n] whether each row is of one of these tenants."""
-        found: NDArray[np.bool_] = who[self._tenants(rows)]
+    def of(self, who: Who, tier: Tier, slots: U32) -> NDArray[np.bool_]:
+        """[n] whether each slot has a block of one of these tenants."""
+        found: NDArray[np.bool_] = _table(who)[self._owners[tier][slots]]
         return found
+
+    def few(self, who: Who, tier: Tier, slot_bytes: int, most: int) -> U32 | None:
+        """Every slot of a tier with a block of these tenants, where they are few; None for more than `most`.
+
+        Of a tier with a million slots in a millisecond, which a sample would hardly hit.
+        """
+        if self._used[tier][who].sum() > most * slot_bytes:
+            return None
+        return np.flatnonzero(_table(who)[self._owners[tier]]).astype(np.uint32)
 
     def spared(self, rows: U32) -> NDArray[np.bool_]:
         """[n] which of these rows, gone through in this order, must stay: with them a tenant would lose what is
@@ -283,3 +303,15 @@ class Quotas:
             for number, name in enumerate(self._names)
             for tier in Tier
         ]
+
+
+def _sealed(pool: SlotPool) -> U32:
+    """The complete slots."""
+    return np.flatnonzero(states(pool.state) == SlotState.SEALED).astype(np.uint32)
+
+
+def _table(who: Who) -> NDArray[np.bool_]:
+    """[256] whether each number that may stand in `_owners` is of `who`."""
+    table = np.zeros(_NOBODYS + 1, dtype=np.bool_)
+    table[: len(who)] = who
+    return table

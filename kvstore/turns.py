@@ -35,9 +35,15 @@ class Turns:
         """Of the group whose turn it is: what was chosen ahead is of one group."""
         return b"" if self._who is None else self._who.tobytes()
 
-    def passes(self, good: NDArray[np.bool_], rows: U32) -> NDArray[np.bool_]:
-        """[n] `good`, without blocks of those whose turn it is not."""
-        return good if self._who is None else good & self._quotas.of(self._who, rows)
+    def passes(self, good: NDArray[np.bool_], tier: Tier, slots: U32) -> NDArray[np.bool_]:
+        """[n] `good`, without slots with blocks of those whose turn it is not."""
+        return good if self._who is None else good & self._quotas.of(self._who, tier, slots)
+
+    def few(self, tier: Tier, owner: SlotClass, most: int) -> U32 | None:
+        """The slots of those whose turn it is, of every class of the tier, where they are few; else None."""
+        if self._who is None:
+            return None
+        return self._quotas.few(self._who, tier, owner.key.slot_bytes, most)
 
     def take(
         self, tier: Tier, owner: SlotClass, asks: int, count: int, missing: int, look: Callable[[int], U32]
