@@ -240,6 +240,10 @@ class KvstoreBlockManager:
             if short:
                 self._find_slots()
             return
+        if missing > 0:
+            self._session.cancel(
+                entry.lease
+            )  # the store gave less than was asked for, and believes that it waits
         self._start(entry, grant, extra)
 
     def _wait_for_change(self, entry: _Request, *, retry_s: float) -> None:

@@ -288,19 +288,37 @@ class Acquiring:
         pending, promoting, below = pending[:run], promoting[:run], below[:run]
         self._promoting.demand(rows[:run][promoting])
         wanted = np.flatnonzero(below)
-        started = self._promoting.promote(session.dram_key, rows[wanted])
+        started = self._promote(request, rows[:run], rows[wanted]) if len(wanted) else 0
         promoting[wanted[:started]] = True
         if started < len(wanted):
             pending[wanted[started] :] = False
             promoting[wanted[started] :] = False
         marked = pending | promoting
         if not marked[0]:
-            return False
+            return self._waits_for_room(request)
         outcomes = draft.outcomes[hits : hits + run]
         outcomes[pending] = Outcome.PENDING
         outcomes[promoting] = Outcome.PROMOTING
         waited = rows[:run][marked]
         state.waits.wait_rows(session.id, request.lease, waited, state.words(waited))
+        return True
+
+    def _promote(self, request: Request, chain: U32, rows: U32) -> int:
+        """Has blocks of the chain's run brought up; how many of the leading ones."""
+        state, session = self._state, request.session
+        queued = state.queued.ask(session.id, request.lease, chain, state.words(chain), request.now_ms)
+        return self._promoting.promote(session.dram_key, rows, queued.deadline_ms)
+
+    def _waits_for_room(self, request: Request) -> bool:
+        """Nothing of what is lacking could be begun: whether it waits for its turn. False: it computes.
+
+        It waits while requests before it have the room, which they give back, and while anything comes into it at all.
+        """
+        queued = self._state.queued
+        waiting = queued.get(request.session.id, request.lease)
+        if waiting is None or (waiting is queued.first() and not self._promoting.under_way):
+            return False
+        waiting.lacks_room = True
         return True
 
     # -- the answer

@@ -82,19 +82,18 @@ class Evictor:
             self._state.counters[f"evictions_{tier.name.lower()}_inline"] += evicted
         return owner
 
-    def make_spare_room(self, key: ClassKey, count: int, may_go: MayGo) -> SlotClass:
-        """As `make_room` in DRAM, for what nobody waits for yet: the reserve stays free beside it.
-
-        Takes copies of what storage has too, and of those only what `may_go` ([n] rows → [n]) allows.
-        """
-        state = self._state
-        owner = state.dram.class_of(key)
-        while len(owner.free) - self.reserve_of(owner) < count and self._assign_one(Tier.DRAM, key):
+    def make_room_among(
+        self, key: ClassKey, count: int, may_go: MayGo, *, kept_free: int = 0, asks: int = ANYBODY
+    ) -> SlotClass:
+        """As `make_room` in DRAM, with `kept_free` more, taking no block but what `may_go` ([n] rows → [n]) allows."""
+        owner = self._state.dram.class_of(key)
+        while len(owner.free) - kept_free < count and self._assign_one(Tier.DRAM, key):
             pass
-        missing = count + self.reserve_of(owner) - len(owner.free)
+        missing = count + kept_free - len(owner.free)
         if missing > 0 and not owner.exhausted:
-            look = partial(self._spare_victims, owner, may_go)
-            victims = self._turns.take(Tier.DRAM, owner, ANYBODY, missing, missing, look)
+            look = partial(self._victims_among, owner, may_go)
+            victims = self._turns.take(Tier.DRAM, owner, asks, missing, missing, look)
+            owner.exhausted = False  # others may take what this must not
             if len(victims):
                 self.evict(Tier.DRAM, victims)
         return owner
@@ -138,7 +137,13 @@ class Evictor:
         self._refilling.add((tier, key))
         owner.exhausted = False
         # So many at a turn: a call that comes meanwhile does not wait for a whole reserve.
-        self._free_up(tier, owner, min(high, free + _TURN_SLOTS))
+        wanted = min(high, free + _TURN_SLOTS)
+        if tier is Tier.DRAM and len(
+            self._state.queued
+        ):  # what is wanted soon is worth more than a free slot
+            self.make_room_among(key, wanted, lambda rows: self._state.queued.wanted[rows] == 0)
+        else:
+            self._free_up(tier, owner, wanted)
 
     def reserve_of(self, owner: SlotClass) -> int:
         """Slots that the background keeps free in a class: the high mark."""
@@ -280,28 +285,29 @@ class Evictor:
         good[good] = same & ((state.queued.wanted[rows] == 0) | chosen.wanted[:count][good])
         return good
 
-    def _spare_victims(self, owner: SlotClass, may_go: MayGo, count: int) -> U32:
-        """Up to `count` slots of DRAM whose blocks storage has and `may_go` lets go; one look at the next victims."""
+    def _victims_among(self, owner: SlotClass, may_go: MayGo, count: int) -> U32:
+        """Up to `count` slots of DRAM whose blocks `may_go` lets go; one look at the next victims."""
         state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key, self._turns.name)
-
-        def spare(rows: U32) -> NDArray[np.bool_]:
-            return self._lower(Tier.DRAM, rows) & may_go(rows)
-
         ranking = state.rankings.get(Tier.DRAM)
         if ranking is not None:
-            return self._ranked(pool, owner, ranking, count, spare)
-        chosen = self._chosen.get(name)
-        if chosen is None or not len(chosen.slots):
-            ahead = max(count, state.limits.victim_batch, owner.slots // 256)
-            chosen = self._chosen[name] = self._choose(pool, owner, ahead)
-        good = self._still_good(pool, chosen, len(chosen.slots))
-        good[good] = spare(pool.row[chosen.slots[good]])
-        victims = chosen.slots[good][:count]
-        if len(victims):
-            chosen.keep(~np.isin(chosen.slots, victims))
-        else:
-            del self._chosen[name]  # what goes first may be others by now
-        return victims
+            return self._ranked(pool, owner, ranking, count, may_go)
+        found: list[U32] = []
+        for chosen in (
+            self._chosen.get(name),
+            None,
+        ):  # what was chosen ahead, and then what goes first by now
+            if chosen is None:
+                if count <= 0:
+                    break
+                ahead = max(count, state.limits.victim_batch, owner.slots // 256)
+                chosen = self._chosen[name] = self._choose(pool, owner, ahead)
+            good = self._still_good(pool, chosen, len(chosen.slots))
+            good[good] = may_go(pool.row[chosen.slots[good]])
+            good[np.flatnonzero(good)[count:]] = False
+            found.append(chosen.slots[good])
+            chosen.keep(~good)
+            count -= len(found[-1])
+        return np.unique(np.concatenate(found))
 
     def _ranked(
         self, pool: SlotPool, owner: SlotClass, ranking: Policy, count: int, spare: MayGo | None = None

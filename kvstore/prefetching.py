@@ -37,6 +37,8 @@ _LOOKED_AT = 1024
 
 
 _FEW = 64
+_ASKED_MS = 30_000
+"""A request that has not asked again for so long is believed no more: an engine that waits asks every few seconds."""
 _Key = tuple[int, int, int, int]  # QueuedRequest.key
 
 
@@ -73,16 +75,17 @@ class Prefetching:
         state.recorder.note(Event.PREFETCH, session.id, len(rows), c=lease)
         self.pump()
 
-    def answered(self, session: Session, lease: int, grant: Grant) -> None:
-        """The request has asked for its blocks itself: nothing more is brought up for it. Until it is given all of them
-        they stay wanted."""
-        request = self._state.queued.get(session.id, lease)
-        if request is None:
+    def answered(self, session: Session, lease: int, grant: Grant, reserve: int) -> None:
+        """The request has asked for its blocks itself; until it is given all of them they stay wanted.
+
+        Where it is given less than the `reserve` that it asked for it may give all back and ask again.
+        """
+        queued = self._state.queued
+        if queued.get(session.id, lease) is None or len(grant.reserve_slots) < reserve:
             return
         if (grant.outcomes < Outcome.PROMOTING).all():
-            self._state.queued.end(session.id, lease)
-        else:
-            request.looked_at = len(request.rows)
+            queued.end(session.id, lease)
+            self._stuck.clear()
 
     def cancel(self, session: Session, lease: int) -> None:
         """The request waits no more. Takes back what no mover has begun and nobody else wants."""
@@ -90,6 +93,7 @@ class Prefetching:
         request = state.queued.end(session.id, lease)
         if request is None:
             return
+        self._stuck.clear()
         rows = request.still(0, len(request.rows), state.columns.state)
         slots = state.columns.dram[rows[state.queued.wanted[rows] == 0]]
         self._promoting.cancel_queued(slots[slots != NONE])
@@ -104,6 +108,8 @@ class Prefetching:
     def tick(self) -> None:
         """The background's turn: perhaps there is room where there was none."""
         self._stuck.clear()
+        for session, lease in self._state.queued.asked_before(self._state.now_ms - _ASKED_MS):
+            self.cancel(self._state.sessions.get(session), lease)
         self.pump()
 
     def pump(self) -> None:
@@ -111,7 +117,10 @@ class Prefetching:
 
         Strictly in order: while the next request finds no room, none behind it takes what it waits for.
         """
+        lacking = self._serve_who_asked()
         for key in list(self._pending):
+            if key in lacking:
+                continue
             heap = self._pending[key]
             while heap:
                 request = self._live(heap[0])
@@ -120,6 +129,31 @@ class Prefetching:
                 heapq.heappop(heap)
             if not heap:
                 del self._pending[key]
+
+    def _serve_who_asked(self) -> set[ClassKey]:
+        """Begins what requests wait for that found no room when they asked; classes where somebody still lacks it."""
+        lacking: set[ClassKey] = set()
+        for request in self._state.queued.lacking_room():
+            key = self._state.sessions.get(request.session).dram_key
+            if key in lacking or not self._give_room(request, key):
+                lacking.add(key)
+        return lacking
+
+    def _give_room(self, request: QueuedRequest, key: ClassKey) -> bool:
+        """Whether the request is to ask again: some of its blocks could be begun, or there is no use in waiting."""
+        state = self._state
+        last_hope = request is state.queued.first() and not self._promoting.under_way
+        if not last_hope:
+            if key in self._stuck:
+                return False
+            rows = request.still(0, len(request.rows), state.columns.state)
+            below = rows[self._is_below(state.sessions.get(request.session), rows)]
+            if len(below) and not self._promoting.promote(key, below, request.deadline_ms):
+                self._stuck.add(key)
+                return False
+        request.lacks_room = False
+        state.waits.tell(request.session, request.lease)
+        return True
 
     def _push(self, of_class: ClassKey, key: _Key) -> None:
         heap = self._pending.setdefault(of_class, [])
@@ -176,14 +210,14 @@ class Prefetching:
             return 0
         owner = self._state.dram.class_of(key)
         if key not in self._stuck and len(owner.free) - self._evictor.reserve_of(owner) < count:
-            queued = self._state.queued
+            state = self._state
 
             def may_go(victims: U32) -> NDArray[np.bool_]:
-                good: NDArray[np.bool_] = queued.wanted[victims] == 0
-                good |= queued.soonest_ms[victims] > deadline_ms
-                return good
+                found: NDArray[np.bool_] = state.columns.nvme[victims] != NONE
+                return found & state.queued.not_before(deadline_ms, victims)
 
-            self._evictor.make_spare_room(key, count, may_go)
+            reserve = self._evictor.reserve_of(owner)
+            self._evictor.make_room_among(key, count, may_go, kept_free=reserve)
             if len(owner.free) <= self._evictor.reserve_of(owner):
                 self._stuck.add(key)
         slots = self._promoting.prefetch(key, rows[:count], deadline_ms, Wish.PREFETCH)

@@ -18,7 +18,8 @@ from kvstore.evicting import Evictor
 from kvstore.health import PathHealth
 from kvstore.layout import MAX_MOVERS, NONE, SlotState, Tier
 from kvstore.moves import U8, U32, MissCause
-from kvstore.slots import ClassKey
+from kvstore.queued import NO_DEADLINE_MS
+from kvstore.slots import ClassKey, SlotClass
 from kvstore.state import NO_SLOTS, StoreState, mover_bit
 
 __all__ = ["Promoting"]
@@ -42,6 +43,7 @@ class Promoting:
 
     __slots__ = (
         "_evictor",
+        "_moving",
         "_order",
         "_paths",
         "_probes",
@@ -60,10 +62,16 @@ class Promoting:
         self._order = 0
         self._probes = 0
         self._progress: U8 = np.zeros(len(state.dram), dtype=np.uint8)  # of each DRAM slot
+        self._moving = 0
         self.queued = 0
         """Promotions that no mover has yet."""
         self.queued_ahead = 0
         """Of these, those that nobody waits for."""
+
+    @property
+    def under_way(self) -> int:
+        """Promotions that wait for a mover or that one has."""
+        return self.queued + self._moving
 
     # -- paths
 
@@ -110,17 +118,39 @@ class Promoting:
             found[found] = up[self._state.nvme.devices(nvme[found])]
         return found
 
-    def promote(self, key: ClassKey, rows: U32) -> int:
-        """Queues promotions for a run of rows, evicting where needed; returns how many of the leading ones."""
+    def promote(self, key: ClassKey, rows: U32, due_ms: int) -> int:
+        """Queues promotions for a run of rows that somebody waits for; returns how many of the leading ones.
+
+        Evicts where needed, but nothing that a queued request wants before `due_ms`.
+        """
         count = min(len(rows), self._state.limits.max_reads - self.queued)
         if count <= 0:
             return 0
-        asks = self._state.quotas.asks(int(self._state.columns.namespace[rows[0]]))
-        owner = self._evictor.make_room(Tier.DRAM, key, count, asks)
+        owner = self._make_room(key, count, int(self._state.columns.namespace[rows[0]]), due_ms)
         # A chain longer than the tier must not chase itself through it.
         count = min(count, len(owner.free), max(1, owner.slots // 2))
         self._start(key, rows[:count], None)
         return count
+
+    def _make_room(self, key: ClassKey, count: int, namespace: int, due_ms: int) -> SlotClass:
+        state = self._state
+        asks, before = state.quotas.asks(namespace), len(state.dram.class_of(key).free)
+
+        def later(rows: U32) -> NDArray[np.bool_]:
+            return state.queued.not_before(due_ms, rows)
+
+        def later_and_lower(rows: U32) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = state.columns.nvme[rows] != NONE
+            return found & later(rows)
+
+        for may_go in (later_and_lower, later):  # the only copy of a block last
+            owner = self._evictor.make_room_among(key, count, may_go, asks=asks)
+            if len(owner.free) >= count:
+                break
+        if len(owner.free) < count:
+            self._evictor.short[Tier.DRAM, key] = None
+        state.counters["evictions_dram_inline"] += max(0, len(owner.free) - before)
+        return owner
 
     def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:
         """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""
@@ -152,7 +182,7 @@ class Promoting:
             at = self._probes * _PROBE_STRIDE % len(slots)
             chosen = slots[at : at + 1]
             key = ClassKey(device=0, slot_bytes=int(state.nvme.slot_bytes(chosen)[0]))
-            streak.probing = self.promote(key, state.nvme.row[chosen]) > 0
+            streak.probing = self.promote(key, state.nvme.row[chosen], NO_DEADLINE_MS) > 0
 
     def demand(self, rows: U32) -> None:
         """Prefetched rows are wanted now: they go before what is only prefetched."""
@@ -216,6 +246,7 @@ class Promoting:
         ahead = int(np.count_nonzero(progress == _PREFETCHED))
         self.queued_ahead -= ahead
         self.queued -= ahead + int(np.count_nonzero(progress == _DEMANDED))
+        self._moving -= int(np.count_nonzero(progress == _MOVING))
         self._progress[slots] = 0
         self._state.early.gone(slots)
         self._state.unlink_promotions(slots)
@@ -242,6 +273,7 @@ class Promoting:
                 else:
                     heapq.heappush(path.prefetched, (deadline_ms, 0, rest))
             self._progress[slots] = _MOVING
+            self._moving += len(slots)
             self.queued -= len(slots)
             self.queued_ahead -= 0 if deadline_ms is None else len(slots)
             taken.append(slots)
@@ -253,6 +285,7 @@ class Promoting:
     def succeeded(self, path: int, flights: NDArray[np.void]) -> None:
         """The bytes are in DRAM, and are what was written."""
         state, slots = self._state, flights["dram"]
+        self._moving -= len(slots)
         self._progress[slots] = 0
         state.fault("read.done")
         state.dram.set_state(slots, SlotState.SEALED)

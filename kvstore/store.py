@@ -336,7 +336,7 @@ class Store:
             now_ms=now_ms,
         )
         grant = self._acquiring.acquire(request, rows[first:])
-        self._prefetching.answered(found, lease, grant)
+        self._prefetching.answered(found, lease, grant, reserve)
         note_grant(found, grant, grant_id, limits.max_unseen_grants)
         return grant
 

@@ -106,7 +106,7 @@ class Waits:
             if slots <= 0:
                 break
             slots -= self._waits[session, lease].slots
-            self._tell(session, lease)
+            self.tell(session, lease)
 
     def cancel(self, session: int, lease: int) -> None:
         """The lease waits no more and is not told."""
@@ -155,13 +155,14 @@ class Waits:
     def _file(self, key: _Key, wait: _Wait) -> None:
         open_ = self._unresolved(wait.rows, wait.words, key[0])
         if not open_.any():
-            self._tell(*key)
+            self.tell(*key)
             return
         # The last one: blocks of a chain tend to resolve in order, so it spares looks at those before it.
         wait.pivot = int(wait.rows[len(open_) - 1 - int(open_[::-1].argmax())])
         self._pivots[wait.pivot] = True
         self._by_pivot.setdefault(wait.pivot, []).append(key)
 
-    def _tell(self, session: int, lease: int) -> None:
+    def tell(self, session: int, lease: int) -> None:
+        """The lease is to ask again."""
         self.cancel(session, lease)
         self._changed.setdefault(session, {})[lease] = None

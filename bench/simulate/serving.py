@@ -19,6 +19,7 @@ from bench.simulate.clock import Channel, Clock
 from bench.simulate.hardware import Model
 from bench.simulate.tiered import Known, Sizes, TieredStore
 from bench.simulate.trace import Trace
+from engine_adapter.pace import Pace
 from eviction.base import PolicyFactory, Stop
 from kvstore.layout import Tier
 from kvstore.moves import Grant, MoveKind, Outcome
@@ -81,17 +82,25 @@ class Serving:
     """One run. `sizes` has at least a slot of HBM."""
 
     def __init__(
-        self, trace: Trace, model: Model, sizes: Sizes, policy: PolicyFactory | None, speed: float
+        self,
+        trace: Trace,
+        model: Model,
+        sizes: Sizes,
+        policy: PolicyFactory | None,
+        speed: float,
+        *,
+        prefetch_share: float = 0.5,
     ) -> None:
         self._trace, self._model, self._sizes = trace, model, sizes
         longest = int(np.diff(trace.offsets).max(initial=1))
-        self._store = TieredStore(sizes, policy, most_blocks=max(longest, 1))
+        self._store = TieredStore(sizes, policy, most_blocks=max(longest, 1), prefetch_share=prefetch_share)
         self._names = np.random.default_rng(0).integers(1, 1 << 63, (trace.unique_blocks, 2), dtype=np.uint64)
         self._arrivals_s = (trace.time_ms - trace.time_ms[0]) / 1000 / speed
         self._clock = Clock()
         self._gpu, self._up, self._down, self._disk = Channel(), Channel(), Channel(), Channel()
         self._waiting: dict[int, _Request] = {}  # in order of arrival
         self._running = 0
+        self._pace = Pace()
         self._moving = False
         self._ticked_s = 0.0
         self._unstored: deque[_Unstored] = deque()
@@ -159,8 +168,8 @@ class Serving:
             known=self._store.known(hashes),
             stop=Stop(int(trace.stop[number])),
         )
-        if (request.found == Tier.NVME).any():
-            self._store.prefetch(number, hashes)
+        if len(request.found):
+            self._store.prefetch(number, hashes, self._pace.expect(self._clock.now_s, len(self._waiting)))
         self._waiting[number] = request
 
     def _start_waiting(self) -> None:
@@ -178,6 +187,7 @@ class Serving:
             if answer.grant is not None:
                 del self._waiting[request.number]
                 self._running += 1
+                self._pace.let_in(now_s, len(self._waiting))
                 self._count_hits(request, answer.grant)
                 self._store.tell_found(request.hashes, request.known, request.stop)
                 self._load(request, answer.grant)

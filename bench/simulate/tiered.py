@@ -61,7 +61,14 @@ class Answer:
 class TieredStore:
     """See the module. Times are those of the simulation, in seconds."""
 
-    def __init__(self, sizes: Sizes, policy: PolicyFactory | None, *, most_blocks: int) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        policy: PolicyFactory | None,
+        *,
+        most_blocks: int,
+        prefetch_share: float = 0.5,
+    ) -> None:
         """`policy` makes the orders of DRAM and of NVMe; None: the store's own, tail-first LRU."""
         shape = TableShape(
             max_rows=sizes.hbm + sizes.dram + sizes.nvme + _SPARE_ROWS,
@@ -73,7 +80,10 @@ class TieredStore:
             max_namespaces=1,
         )
         limits = StoreLimits(
-            max_message_blocks=max(most_blocks, 1), max_reserve=max(most_blocks, 8192), paths=1
+            max_message_blocks=max(most_blocks, 1),
+            max_reserve=max(most_blocks, 8192),
+            paths=1,
+            prefetch_share=prefetch_share,
         )
         self._memory = mmap.mmap(-1, table_bytes(shape))
         view = memoryview(self._memory)
@@ -160,15 +170,15 @@ class TieredStore:
         known: U32 = rows[: int(unknown.argmax())] if unknown.any() else rows
         return known
 
-    def prefetch(self, lease: int, hashes: U64) -> None:
-        """Brings up what only the disk has, where there is room."""
+    def prefetch(self, lease: int, hashes: U64, at_s: float) -> None:
+        """A request waits that is expected to run at that time."""
         self.store.prefetch(
             now_ms=self._now_ms,
             session=self._session,
             namespace=self._namespace,
             lease=lease,
             hashes=hashes,
-            deadline_ms=0,
+            deadline_ms=int(at_s * 1000) + 1,
         )
 
     def acquire(self, lease: int, hashes: U64, reserve: int) -> Answer:
@@ -189,8 +199,8 @@ class TieredStore:
         if (grant.outcomes < Outcome.PROMOTING).all() and len(grant.reserve_slots) == reserve:
             return Answer(grant=grant, coming=False)
         self.release(hbm=np.concatenate((grant.hbm_slots, grant.reserve_slots)), dram=grant.dram_slots)
-        coming = (grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)
-        return Answer(grant=None, coming=bool(coming.any()))
+        lacks_slots = (grant.outcomes == Outcome.NO_SLOT).any() or (grant.outcomes < Outcome.PROMOTING).all()
+        return Answer(grant=None, coming=not lacks_slots)
 
     def seal(self, hashes: U64, grant: Grant) -> U32:
         """What of a grant was computed is complete; positions of the blocks that are published now."""
