@@ -26,10 +26,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 # SGLang in an environment of its own, which sees all of ours: its storage half alone, without what needs a GPU.
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-stamp
+# vLLM in an environment of its own, with this checkout installed into it, and the demo's model as a folder in fp32.
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup-stamp
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) -q
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-vllm check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +96,20 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt | $(STAMP)
 
 test-sglang: $(READY) $(SGLANG_STAMP)  ## SGLang's own storage classes around the connector
 	$(SGLANG_VENV)/bin/python -m pytest -m engine tests/sglang
+
+$(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/convert.py | $(READY)
+	@echo "== installing vLLM for the CPU into $(VLLM_VENV) (3.5 GB: minutes the first time)"
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
+	$(VLLM_PIP) -r $<
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_PIP) -e .
+	$(VLLM_VENV)/bin/python tests/vllm/convert.py "$$($(BIN)/python -c \
+		'from engine_adapter.engine.source import find_model; print(find_model("smollm2").path)')" $(VLLM_VENV)/smollm2
+	@touch $@
+
+test-vllm: $(READY) $(VLLM_STAMP)  ## The real vLLM on the CPU: every tier, every death, every known fault of its interface
+	VLLM_VENV=$(abspath $(VLLM_VENV)) $(PYTEST) -v -s -m engine tests/vllm
 
 check: $(READY)  ## Format, lint, types, directions of imports
 	$(BIN)/ruff format --check .

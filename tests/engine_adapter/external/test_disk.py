@@ -1,0 +1,57 @@
+"""Blocks that only a disk has: read ahead while their request waits, or brought up by the load itself."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import connect
+from kvstore.units import MIB
+from tests.engine_adapter.external.host_engine import BLOCK, HostEngine
+from tests.engine_adapter.external.test_scheduling import tokens
+from tests.support.daemon import Service, small_config, started, wait_for
+
+PROMPTS, BLOCKS = 14, 24
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """1 MiB of DRAM, 256 slots: less than half of what the test stores."""
+    with tempfile.TemporaryDirectory(prefix="kv") as name:
+        config = small_config(
+            Path(name),
+            dram_bytes=1 * MIB,
+            dram_extent_bytes=1 * MIB,
+            nvme_bytes=64 * MIB,
+            nvme_extent_bytes=4 * MIB,
+        )
+        with started(config) as running:
+            yield running
+
+
+def test_what_only_a_disk_has_is_waited_for_and_loaded(service: Service) -> None:
+    with connect(service.socket) as client:
+        engine = HostEngine(service.socket, lookup_s=10.0, num_pages=256, room=64)
+        try:
+            engine.attached()
+            prompts = [tokens(1000 + number, BLOCKS * BLOCK + 1) for number in range(PROMPTS)]
+            for number, prompt in enumerate(prompts):
+                assert engine.ask(f"cold {number}", prompt) == 0
+                engine.forget()
+                assert not client.flush(10.0).pending_blocks
+            wait_for(
+                "less in DRAM than was stored", lambda: service.tier("dram").sealed_slots < PROMPTS * BLOCKS
+            )
+            found = []
+            for number, prompt in enumerate(prompts):
+                found.append(engine.ask(f"warm {number}", prompt))
+                engine.forget()
+            assert found == [BLOCKS * BLOCK] * PROMPTS
+            assert engine.bad == []
+            assert service.stats().counters["promotions"] > 0
+            assert service.faults() == []
+        finally:
+            engine.close()
