@@ -37,6 +37,7 @@ CUDA = TtftPlan(
     disk="48GiB",
     behind_lengths=(32768, 131072),
     behind_tokens=4096,
+    behind_samples=3,
 )
 CUDA_SHORT = TtftPlan(
     lengths=(8192, 32768),
@@ -47,6 +48,7 @@ CUDA_SHORT = TtftPlan(
     disk="12GiB",
     behind_lengths=(32768,),
     behind_tokens=4096,
+    behind_samples=3,
 )
 CPU = TtftPlan(
     lengths=(256, 1024),

@@ -67,11 +67,11 @@ class Behind:
 
     @property
     def asked_tokens(self) -> int:
-        """New tokens of everything that is asked, by all ways."""
-        return len(LoadWay) * len(self._times) * self._samples * 2 * self._new_tokens
+        """New tokens of everything that is asked, by all ways: all of them go to DRAM and to the disk, too."""
+        return (len(LoadWay) + 1) * len(self._times) * self._samples * self._new_tokens
 
     def measure(self, way: LoadWay, ask: AskBehind) -> None:
-        """Every length, with prefixes that were put out of HBM before; then behind the same prefix in HBM."""
+        """Every length, with prefixes that were put out of HBM before; once, also behind the same prefix in HBM."""
         for length, times in self._times.items():
             for sample in range(self._samples):
                 seed = sample % 2
@@ -81,6 +81,8 @@ class Behind:
                 found = ask(length, seed, self._new_tokens, next(self._seeds))
                 if self._came_from("dram", found, length):
                     times.by_way[way].append(found.ttft_s)
+                if way is LoadWay.WHOLE:
+                    continue
                 again = ask(length, seed, self._new_tokens, next(self._seeds))
                 if self._came_from("hbm", again, length):
                     times.hbm.append(again.ttft_s)

@@ -50,6 +50,8 @@ class TtftPlan:
     behind_lengths: tuple[int, ...] = ()
     """Prefixes from DRAM, among `lengths`, behind which `behind_tokens` are computed."""
     behind_tokens: int = 0
+    behind_samples: int = 2
+    """Of each of those lengths: what is computed takes room on the disk."""
     block_tokens: int = 32
     timeout_s: float = 180.0
 
@@ -168,7 +170,7 @@ class TtftRun:
             lengths=plan.behind_lengths,
             longest=plan.lengths[-1],
             new_tokens=plan.behind_tokens,
-            samples=plan.samples,
+            samples=plan.behind_samples,
             token_bytes=self._slot_bytes / plan.block_tokens,
         )
         self._service: Service | None = None
