@@ -17,6 +17,7 @@ from kvstore.slots import ClassKey, SlotClass
 
 __all__ = ["Turns"]
 
+_FEW_SLOTS = 1 << 15  # so many are soon looked at one by one
 _NOBODY: U32 = np.empty(0, dtype=np.uint32)
 
 
@@ -39,11 +40,11 @@ class Turns:
         """[n] `good`, without slots with blocks of those whose turn it is not."""
         return good if self._who is None else good & self._quotas.of(self._who, tier, slots)
 
-    def few(self, tier: Tier, owner: SlotClass, most: int) -> U32 | None:
-        """The slots of those whose turn it is, of every class of the tier, where they are few; else None."""
-        if self._who is None:
+    def few(self, tier: Tier, owner: SlotClass) -> U32 | None:
+        """The slots of those whose turn it is, of every class of the tier, where they are few of a large class."""
+        if self._who is None or owner.slots <= _FEW_SLOTS:
             return None
-        return self._quotas.few(self._who, tier, owner.key.slot_bytes, most)
+        return self._quotas.few(self._who, tier, owner.key.slot_bytes, _FEW_SLOTS)
 
     def take(
         self, tier: Tier, owner: SlotClass, asks: int, count: int, missing: int, look: Callable[[int], U32]

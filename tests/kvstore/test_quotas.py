@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bench.tables import FilledStore
 from kvstore.layout import NONE, Tier
 from kvstore.loading import LoadSlab
 from kvstore.moves import Outcome, StoreLimits
@@ -327,3 +328,22 @@ def test_a_search_that_found_nothing_is_not_made_again_for_the_same_tenant() -> 
     owner.exhausted = False  # as when somebody lets a slot go
     assert not len(turns.take(Tier.HBM, owner, 1, 2, 2, look))
     assert len(looked) == 6
+
+
+def test_a_small_tenants_blocks_are_found_in_a_large_tier() -> None:
+    """A sample of a million blocks hardly hits a hundred, and to look at all of them takes 20 ms each time."""
+    filled = FilledStore(40_000)
+    sharing = filled.store.sharing
+    sharing.configure((Tenant(name=ALICE, hbm_quota_bytes=100 * PAGE),))
+    rng = np.random.default_rng(1)
+    for _ in range(9):  # nothing is free any more
+        filled.put(rng.integers(0, 1 << 64, (4096, 2), dtype=np.uint64))
+    filled.namespace = filled.store.open_namespace(filled.session, b"alice".ljust(32, b"."))
+    sharing.assign(filled.namespace, ALICE)
+    for _ in range(30):
+        filled.put(rng.integers(0, 1 << 64, (20, 2), dtype=np.uint64))
+        filled.store.tick(filled.now_ms)
+    alice = next(share for share in sharing.shares() if (share.tenant, share.tier) == (ALICE, Tier.HBM))
+    assert alice.used_bytes <= 120 * PAGE
+    assert alice.evicted_blocks >= 480
+    assert filled.store.check_integrity() == []
