@@ -42,7 +42,7 @@ from tiers.dram import DramTier
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.faulty import FaultyDisk
 from tiers.nvme.io import NvmeTier
-from tiers.nvme.probe import probe_threads
+from tiers.nvme.probe import plan_io
 from tiers.nvme.slab import SlabFile
 from tiers.nvme.trailer import checksum
 
@@ -89,9 +89,16 @@ class Mover:
         )
         self._counts_due_s = self._look_due_s = 0.0
         self._dram = DramTier()
-        count = config.threads or probe_threads(directory)
+        plan = plan_io(directory, config.threads)
         self._nvme = NvmeTier(
-            directory, self._dram, direct=config.direct, disk=disk, threads=count, notify=self._notice
+            directory,
+            self._dram,
+            direct=config.direct,
+            disk=disk,
+            carry=plan.carry,
+            threads=plan.threads,
+            piece_bytes=plan.piece_bytes,
+            notify=self._notice,
         )
         self._nvme.slabs_bytes = config.slabs_bytes
         storage: StorageTier = self._nvme
@@ -99,10 +106,10 @@ class Mover:
             storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
         # One thread more than may write: with one less of two, writes alone would take turns with their own checksums.
-        self._queue = WorkQueue(most=count)
+        self._queue = WorkQueue(most=plan.threads)
         self._slabs = SlabThread(self._open_or_drop, self._queue_pieces)
-        self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(count + 1)]
-        self._send(wire.Ready(threads=count))
+        self._threads = [threading.Thread(target=self._work, name=f"io-{i}") for i in range(plan.threads + 1)]
+        self._send(wire.Ready(threads=plan.threads))
 
     def run(self) -> None:
         """Serves until the daemon's end of the socket is closed and running I/O has ended."""

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kvstore"
 MODULES = ("hash_chain", "slab_io")
 
-_FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared")
+_FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread")
 _COMPILE_S = 120.0
 
 

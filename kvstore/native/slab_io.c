@@ -1,19 +1,24 @@
 /* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without interpreter.
  *
- *     transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults) -> how many failed
+ *     transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults, window) -> failed
  *     checksum(data[, how]) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian; how: avx512, avx2, plain
+ *     is_queued(fd, data) -> whether the kernel takes a read of `data` from the file and goes on before it has ended
  *
  * `moves` (MOVE[n]) are to or from a slab of `slots` slots of `slot_bytes`; `bases` and `sizes` (u64[m]) say where
  * each DRAM extent is mapped in this process (0: not). Neighbours on the disk are one call, with the trailers between
  * them in `scratch`. Fills `replies` (REPLY[n]) and `faults` (i32[n]: 0, an errno, or one of the negative numbers
- * below). Answers -1, and has done nothing, where the moves are not of one kind, one slab and ascending places.
+ * below). Answers how many failed; -1, and has done nothing, where the moves are not of one kind, one slab and
+ * ascending places.
  *
- * XXH3 as its specification defines it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): the form for long inputs with
- * 128 bits, and that of 97 to 128 bytes with 64, which is what a trailer signs itself with. Tests hold both equal to
- * the xxhash package, and every trailer equal to that of tiers/nvme/trailer.py.
+ * `window`: bytes of writes that may be under way at a time, and of reads half of it, in calls that the kernel has in a
+ * queue (io_submit(2)); two calls always may. A thread waits for several of them at once instead of once a call, and
+ * computes checksums meanwhile. A slot larger than a call is several. 0: one call after the other, a large slot in one;
+ * so it is, too, where the kernel gives no queue.
  *
- * Only the stable ABI of Python 3.11 (PEP 384). The interpreter lock is released throughout; nothing is kept between
- * calls.
+ * Every trailer equals that of tiers/nvme/trailer.py, which tests hold.
+ *
+ * Only the stable ABI of Python 3.11 (PEP 384). The interpreter lock is released throughout; a thread keeps nothing
+ * between calls but its queue.
  */
 
 #define _GNU_SOURCE
@@ -22,22 +27,26 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <linux/aio_abi.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "xxh3.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "packed records are little-endian"
 #endif
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define X86 1
-#endif
-
 enum { PAGE = 4096, MOST_SLOTS = 512, READ = 1, WRITE = 2, OK = 0, CORRUPT = 1, IO_ERROR = 2 };
 enum { SHORT = -1, NO_SLOT = -2, NO_MEMORY = -3 }; /* faults; a place in a slab, or in memory, that is not there */
-enum { MOST_CALL_BYTES = (4 << 20) + (64 << 10) };  /* larger calls are no faster */
+enum { MOST_CALL_BYTES = (4 << 20) + (64 << 10) }; /* larger calls are no faster */
+enum { DEPTH = 64, PART_BYTES = 4 << 20, TURN_BYTES = 1 << 20 };
 
 /* kvstore/wire/packed.py: MOVE and REPLY. */
 typedef struct {
@@ -74,175 +83,6 @@ enum { SIGNED = sizeof(Trailer) - sizeof(uint64_t) };
 static const char MAGIC[8] = {'K', 'V', 'S', 'T', 'R', 'A', 'I', 'L'};
 enum { VERSION = 1 };
 
-/* ------------------------------------------------------------ XXH3 */
-
-enum { STRIPE = 64, SECRET = 192, LANES = 8, STRIPES = (SECRET - STRIPE) / 8, LONG_BLOCK = STRIPES * STRIPE };
-
-#define PRIME32_1 0x9E3779B1u
-#define PRIME32_2 0x85EBCA77u
-#define PRIME32_3 0xC2B2AE3Du
-#define PRIME64_1 0x9E3779B185EBCA87u
-#define PRIME64_2 0xC2B2AE3D27D4EB4Fu
-#define PRIME64_3 0x165667B19E3779F9u
-#define PRIME64_4 0x85EBCA77C2B2AE63u
-#define PRIME64_5 0x27D4EB2F165667C5u
-#define PRIME_MIX 0x165667919E3779F9u
-
-static const uint8_t secret[SECRET] __attribute__((aligned(64))) = {
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
-    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
-    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
-    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
-    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
-    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
-    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
-    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
-    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
-    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
-    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
-};
-
-static inline uint64_t load64(const uint8_t *p)
-{
-    uint64_t value;
-    memcpy(&value, p, sizeof value);
-    return value;
-}
-
-static inline uint64_t fold(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
-static inline uint64_t avalanche(uint64_t h)
-{
-    h ^= h >> 37;
-    h *= PRIME_MIX;
-    return h ^ h >> 32;
-}
-
-/* A state takes `count` stripes of 64 bytes with the secret sliding by 8 bytes a stripe. */
-typedef void (*Take)(uint64_t *lanes, const uint8_t *data, size_t count);
-static void take_plain(uint64_t *lanes, const uint8_t *data, size_t count)
-{
-    for (size_t n = 0; n < count; n++, data += STRIPE) {
-        for (int i = 0; i < LANES; i++) {
-            uint64_t value = load64(data + 8 * i), key = value ^ load64(secret + 8 * n + 8 * i);
-            lanes[i ^ 1] += value;
-            lanes[i] += (uint64_t)(uint32_t)key * (key >> 32);
-        }
-    }
-}
-
-static void scramble(uint64_t *lanes)
-{
-    for (int i = 0; i < LANES; i++)
-        lanes[i] = (lanes[i] ^ lanes[i] >> 47 ^ load64(secret + SECRET - STRIPE + 8 * i)) * PRIME32_1;
-}
-
-#ifdef X86
-__attribute__((target("avx2"))) static void take_avx2(uint64_t *lanes, const uint8_t *data, size_t count)
-{
-    __m256i sums[2] = {_mm256_loadu_si256((const __m256i *)lanes), _mm256_loadu_si256((const __m256i *)lanes + 1)};
-    for (size_t n = 0; n < count; n++, data += STRIPE) {
-        for (int i = 0; i < 2; i++) {
-            __m256i value = _mm256_loadu_si256((const __m256i *)data + i);
-            __m256i key = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)(secret + 8 * n) + i));
-            __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
-            sums[i] = _mm256_add_epi64(sums[i], _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2)));
-            sums[i] = _mm256_add_epi64(sums[i], product);
-        }
-    }
-    _mm256_storeu_si256((__m256i *)lanes, sums[0]);
-    _mm256_storeu_si256((__m256i *)lanes + 1, sums[1]);
-}
-
-__attribute__((target("avx512f"))) static void take_avx512(uint64_t *lanes, const uint8_t *data, size_t count)
-{
-    __m512i sums = _mm512_loadu_si512(lanes);
-    for (size_t n = 0; n < count; n++, data += STRIPE) {
-        __m512i value = _mm512_loadu_si512(data);
-        __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * n));
-        __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
-        sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2)));
-        sums = _mm512_add_epi64(sums, product);
-    }
-    _mm512_storeu_si512(lanes, sums);
-}
-#endif
-
-/* By name, the best first; NULL where this processor has it not. */
-static Take take_named(const char *name)
-{
-#ifdef X86
-    __builtin_cpu_init();
-    if (!strcmp(name, "avx512"))
-        return __builtin_cpu_supports("avx512f") ? take_avx512 : NULL;
-    if (!strcmp(name, "avx2"))
-        return __builtin_cpu_supports("avx2") ? take_avx2 : NULL;
-#endif
-    return strcmp(name, "plain") ? NULL : take_plain;
-}
-
-static Take best_take(void)
-{
-    Take found = take_named("avx512");
-    if (!found)
-        found = take_named("avx2");
-    return found ? found : take_plain;
-}
-
-static uint64_t merge(const uint64_t *lanes, const uint8_t *key, uint64_t start)
-{
-    for (int i = 0; i < 4; i++)
-        start += fold(lanes[2 * i] ^ load64(key + 16 * i), lanes[2 * i + 1] ^ load64(key + 16 * i + 8));
-    return avalanche(start);
-}
-
-/* XXH3 with 128 bits, no seed, for more than 240 bytes. */
-static void hash_long(Take take, const uint8_t *data, size_t nbytes, uint8_t *out)
-{
-    uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-    size_t blocks = (nbytes - 1) / LONG_BLOCK;
-    for (size_t n = 0; n < blocks; n++) {
-        /* Payloads come from memory, not from a cache. The processor runs ahead by itself, but not over pages. */
-        if (n % (PAGE / LONG_BLOCK) == 0)
-            __builtin_prefetch(data + n * LONG_BLOCK + PAGE);
-        take(lanes, data + n * LONG_BLOCK, STRIPES);
-        scramble(lanes);
-    }
-    take(lanes, data + blocks * LONG_BLOCK, (nbytes - 1 - blocks * LONG_BLOCK) / STRIPE);
-    const uint8_t *last = data + nbytes - STRIPE, *key = secret + SECRET - STRIPE - 7;
-    for (int i = 0; i < LANES; i++) {
-        uint64_t value = load64(last + 8 * i), mixed = value ^ load64(key + 8 * i);
-        lanes[i ^ 1] += value;
-        lanes[i] += (uint64_t)(uint32_t)mixed * (mixed >> 32);
-    }
-    uint64_t low = merge(lanes, secret + 11, (uint64_t)nbytes * PRIME64_1);
-    uint64_t high = merge(lanes, secret + SECRET - STRIPE - 11, ~((uint64_t)nbytes * PRIME64_2));
-    memcpy(out, &low, 8);
-    memcpy(out + 8, &high, 8);
-}
-
-static inline uint64_t mix(const uint8_t *data, const uint8_t *key)
-{
-    return fold(load64(data) ^ load64(key), load64(data + 8) ^ load64(key + 8));
-}
-
-/* XXH3 with 64 bits, no seed, of a trailer's SIGNED bytes. */
-_Static_assert(SIGNED > 96 && SIGNED <= 128, "the form of XXH3 for 97 to 128 bytes");
-static uint64_t hash_trailer(const uint8_t *data)
-{
-    uint64_t sum = SIGNED * PRIME64_1;
-    for (int i = 0; i < 4; i++) {
-        sum += mix(data + 16 * i, secret + 32 * i);
-        sum += mix(data + SIGNED - 16 * (i + 1), secret + 32 * i + 16);
-    }
-    return avalanche(sum);
-}
-
 /* ------------------------------------------------------------ moves */
 
 typedef struct {
@@ -257,9 +97,22 @@ typedef struct {
     Reply *replies;
     int32_t *faults;
     Take take;
+    aio_context_t queue; /* 0: one call after the other */
+    uint64_t window;
 } Job;
 
-static void write_trailer(const Job *job, size_t at, uint8_t *page)
+static uint8_t *payload_of(const Job *job, size_t at)
+{
+    const Move *move = job->moves + at;
+    return (uint8_t *)(uintptr_t)(job->bases[move->dram_extent] + move->dram_offset);
+}
+
+static uint8_t *page_of(const Job *job, size_t at)
+{
+    return job->scratch + at % job->scratch_slots * PAGE;
+}
+
+static void write_trailer(const Job *job, size_t at)
 {
     const Move *move = job->moves + at;
     Trailer trailer = {
@@ -275,27 +128,23 @@ static void write_trailer(const Job *job, size_t at, uint8_t *page)
     memcpy(trailer.parent, move->parent, 16);
     memcpy(trailer.ns_digest, move->ns_digest, 16);
     memcpy(trailer.checksum, job->replies[at].checksum, 16);
-    trailer.self = hash_trailer((const uint8_t *)&trailer);
-    memcpy(page, &trailer, sizeof trailer);
+    trailer.self = hash_short((const uint8_t *)&trailer, SIGNED);
+    memcpy(page_of(job, at), &trailer, sizeof trailer);
 }
 
+_Static_assert(SIGNED > 96 && SIGNED <= 128, "what hash_short takes");
+
 /* Depth, parent and time are the writer's word: a read does not know them. */
-static int is_of(const Job *job, size_t at, const uint8_t *page)
+static int is_of(const Job *job, size_t at)
 {
     const Move *move = job->moves + at;
     Trailer found;
-    memcpy(&found, page, sizeof found);
+    memcpy(&found, page_of(job, at), sizeof found);
     return !memcmp(&found.magic, MAGIC, sizeof MAGIC) && found.version == VERSION &&
-           found.self == hash_trailer((const uint8_t *)&found) && found.generation == move->generation &&
+           found.self == hash_short((const uint8_t *)&found, SIGNED) && found.generation == move->generation &&
            found.offset == move->nvme_offset && found.length == move->length && !memcmp(found.hash, move->hash, 16) &&
            !memcmp(found.ns_digest, move->ns_digest, 16) &&
            !memcmp(found.checksum, job->replies[at].checksum, 16);
-}
-
-static uint8_t *payload_of(const Job *job, size_t at)
-{
-    const Move *move = job->moves + at;
-    return (uint8_t *)(uintptr_t)(job->bases[move->dram_extent] + move->dram_offset);
 }
 
 static void sum_up(const Job *job, size_t at)
@@ -303,24 +152,69 @@ static void sum_up(const Job *job, size_t at)
     hash_long(job->take, payload_of(job, at), job->slot_bytes, job->replies[at].checksum);
 }
 
-/* Moves slots `begin` to `end`, neighbours on the disk. After a call that got nowhere each slot is tried by itself: a
- * kernel may fail a whole call for one bad sector in it, and the bad one costs its own block only. */
-static void call_for(const Job *job, size_t begin, size_t end, const struct iovec *buffers)
+/* ------------------------------------------------------------ calls */
+
+/* Whole slots that are neighbours, or a part of one slot that is larger than a call. */
+typedef struct {
+    size_t begin, end;
+    uint64_t from, to; /* bytes, from where slot `begin` begins; the trailer is behind the payload */
+    int64_t moved;     /* or a negative errno, once `done` */
+    int done;
+} Call;
+
+/* Calls of one piece, in the order of their places: made (launch), taken by the kernel (submit), answered in any order
+ * (reap), and in order again looked at (settle). A checksum in the making is that of the one slot in parts. */
+typedef struct {
+    Call calls[DEPTH];
+    struct iocb blocks[DEPTH], *waiting[DEPTH];
+    struct iovec buffers[2 * MOST_SLOTS], parts[DEPTH][2];
+    size_t made, settled, waiting_count, running;
+    uint64_t waiting_bytes, open_bytes;
+    uint64_t lanes[LANES];
+    int broken; /* a part of the slot in the making did not go through */
+} Line;
+
+static uint64_t bytes_of(const Call *call)
 {
+    return call->to - call->from;
+}
+
+static int is_part(const Job *job, const Call *call)
+{
+    return bytes_of(call) < job->stride;
+}
+
+static ssize_t call_now(const Job *job, const struct iovec *buffers, int count, uint64_t offset)
+{
+    ssize_t moved;
+    do
+        moved = job->kind == WRITE ? pwritev(job->fd, buffers, count, (off_t)offset)
+                                   : preadv(job->fd, buffers, count, (off_t)offset);
+    while (moved < 0 && errno == EINTR);
+    return moved < 0 ? -errno : moved;
+}
+
+/* Buffers of whole slots: payload, trailer, payload, trailer, ... */
+static int buffers_of(const Job *job, size_t begin, size_t end, struct iovec *buffers)
+{
+    int count = 0;
+    for (size_t at = begin; at < end; at++) {
+        buffers[count++] = (struct iovec){payload_of(job, at), job->slot_bytes};
+        buffers[count++] = (struct iovec){page_of(job, at), PAGE};
+    }
+    return count;
+}
+
+/* Moves what a call did not, and waits for it. After a call that got nowhere each slot is tried by itself: a kernel may
+ * fail a whole call for one bad sector in it, and the bad one costs its own block only. */
+static void call_again(const Job *job, size_t begin, size_t end, struct iovec *buffers)
+{
+    buffers_of(job, begin, end, buffers);
     size_t most = end - begin;
     for (size_t at = begin; at < end;) {
         size_t count = end - at < most ? end - at : most;
-        const struct iovec *from = buffers + 2 * (at - begin);
-        off_t offset = (off_t)job->moves[at].nvme_offset;
-        ssize_t moved;
-        do
-            moved = job->kind == WRITE ? pwritev(job->fd, from, (int)(2 * count), offset)
-                                       : preadv(job->fd, from, (int)(2 * count), offset);
-        while (moved < 0 && errno == EINTR);
-        int fault = moved < 0 ? errno : SHORT;
+        ssize_t moved = call_now(job, buffers + 2 * (at - begin), (int)(2 * count), job->moves[at].nvme_offset);
         size_t whole = moved < 0 ? 0 : (size_t)moved / job->stride;
-        for (size_t i = 0; i < whole; i++)
-            job->replies[at + i].status = OK;
         at += whole;
         if (whole)
             continue;
@@ -328,34 +222,185 @@ static void call_for(const Job *job, size_t begin, size_t end, const struct iove
             most = 1;
             continue;
         }
-        job->faults[at] = fault;
+        job->faults[at] = moved < 0 ? (int32_t)-moved : SHORT;
         job->replies[at].status = IO_ERROR;
         at++;
     }
 }
 
-static void carry_run(const Job *job, size_t begin, size_t end)
+/* ------------------------------------------------------------ several at a time */
+
+/* Takes a part into the slot's checksum; the last one ends it. */
+static void sum_part(const Job *job, Line *line, const Call *call)
 {
-    struct iovec buffers[2 * MOST_SLOTS];
-    for (size_t at = begin; at < end; at++) {
-        uint8_t *page = job->scratch + (at - begin) * PAGE;
-        struct iovec *pair = buffers + 2 * (at - begin);
-        pair[0] = (struct iovec){payload_of(job, at), job->slot_bytes};
-        pair[1] = (struct iovec){page, PAGE};
-        if (job->kind == WRITE) {
-            sum_up(job, at);
-            write_trailer(job, at, page);
-        }
+    const uint8_t *data = payload_of(job, call->begin);
+    if (!call->from)
+        hash_begin(line->lanes);
+    if (call->to < job->stride)
+        job->take(line->lanes, data + call->from, bytes_of(call) / LONG_BLOCK, 0);
+    else
+        hash_end(job->take, line->lanes, data, job->slot_bytes, call->from, job->replies[call->begin].checksum);
+}
+
+/* Checksums and trailers, before a write. */
+static void seal(const Job *job, Line *line, const Call *call)
+{
+    if (is_part(job, call)) {
+        sum_part(job, line, call);
+        if (call->to == job->stride)
+            write_trailer(job, call->begin);
+        return;
     }
-    call_for(job, begin, end, buffers);
+    for (size_t at = call->begin; at < call->end; at++) {
+        sum_up(job, at);
+        write_trailer(job, at);
+    }
+}
+
+static void submit(const Job *job, Line *line)
+{
+    size_t taken = 0;
+    while (job->queue && taken < line->waiting_count) {
+        long count = syscall(SYS_io_submit, job->queue, (long)(line->waiting_count - taken), line->waiting + taken);
+        if (count <= 0)
+            break;
+        taken += (size_t)count;
+    }
+    line->running += taken;
+    for (; taken < line->waiting_count; taken++) { /* which the kernel did not take */
+        const struct iocb *block = line->waiting[taken];
+        Call *call = line->calls + block->aio_data;
+        call->moved = call_now(job, (const struct iovec *)(uintptr_t)block->aio_buf, (int)block->aio_nbytes,
+                               (uint64_t)block->aio_offset);
+        call->done = 1;
+    }
+    line->waiting_count = line->waiting_bytes = 0;
+}
+
+static void launch(const Job *job, Line *line, Call call)
+{
+    size_t index = line->made++ % DEPTH, first = call.begin;
+    line->calls[index] = call;
+    if (job->kind == WRITE)
+        seal(job, line, &call);
+    struct iovec *buffers = line->buffers + 2 * (first % job->scratch_slots);
+    int count;
+    if (is_part(job, &call)) {
+        buffers = line->parts[index];
+        uint64_t end = call.to < job->slot_bytes ? call.to : job->slot_bytes;
+        buffers[0] = (struct iovec){payload_of(job, first) + call.from, end - call.from};
+        buffers[1] = (struct iovec){page_of(job, first), call.to - end};
+        count = call.to > end ? 2 : 1;
+    } else
+        count = buffers_of(job, first, call.end, buffers);
+    line->blocks[index] = (struct iocb){
+        .aio_data = index,
+        .aio_lio_opcode = job->kind == WRITE ? IOCB_CMD_PWRITEV : IOCB_CMD_PREADV,
+        .aio_fildes = (uint32_t)job->fd,
+        .aio_buf = (uint64_t)(uintptr_t)buffers,
+        .aio_nbytes = (uint64_t)count,
+        .aio_offset = (int64_t)(job->moves[first].nvme_offset + call.from),
+    };
+    line->waiting[line->waiting_count++] = line->blocks + index;
+    line->waiting_bytes += bytes_of(&call);
+    line->open_bytes += bytes_of(&call);
+    if (line->waiting_bytes >= TURN_BYTES || !line->running)
+        submit(job, line);
+}
+
+/* Waits for so many calls as make a turn, so that there are not as many turns as calls. */
+static void reap(const Job *job, Line *line)
+{
+    struct io_event events[DEPTH];
+    size_t least = TURN_BYTES / bytes_of(line->calls + line->settled % DEPTH);
+    least = least < 1 ? 1 : least < line->running ? least : line->running;
+    long count = syscall(SYS_io_getevents, job->queue, (long)least, (long)DEPTH, events, NULL);
+    if (count < 0 && errno != EINTR)
+        abort(); /* calls are under way into memory that we could not call our own again */
+    for (long i = 0; i < count; i++) {
+        Call *call = line->calls + events[i].data;
+        call->moved = events[i].res;
+        call->done = 1;
+        line->running--;
+    }
+}
+
+static void settle(const Job *job, Line *line)
+{
+    const Call *call = line->calls + line->settled++ % DEPTH;
+    line->open_bytes -= bytes_of(call);
+    int part = is_part(job, call);
+    line->broken = (part && call->from && line->broken) || call->moved != (int64_t)bytes_of(call);
+    if (part && job->kind == READ && !line->broken)
+        sum_part(job, line, call);
+    if (part && call->to < job->stride)
+        return;
+    if (line->broken)
+        call_again(job, call->begin, call->end, line->buffers + 2 * (call->begin % job->scratch_slots));
     if (job->kind == WRITE)
         return;
-    for (size_t at = begin; at < end; at++) {
-        if (job->replies[at].status != OK)
+    for (size_t at = call->begin; at < call->end; at++) {
+        if (job->faults[at])
             continue;
-        sum_up(job, at);
-        if (!is_of(job, at, job->scratch + (at - begin) * PAGE))
+        if (!part || line->broken)
+            sum_up(job, at);
+        if (!is_of(job, at))
             job->replies[at].status = CORRUPT;
+    }
+}
+
+/* The call that begins at byte `from` of slot `at`. */
+static Call next_call(const Job *job, size_t at, uint64_t from, size_t count)
+{
+    Call call = {.begin = at, .end = at + 1, .from = from, .to = job->stride};
+    if (job->queue && job->stride - from > MOST_CALL_BYTES) {
+        call.to = from + PART_BYTES;
+        if (call.to > job->slot_bytes - PAGE) /* a trailer has some of its payload with it */
+            call.to = job->slot_bytes - PAGE;
+    }
+    if (from || call.to < job->stride)
+        return call;
+    while (call.end < count && call.to + job->stride <= MOST_CALL_BYTES && call.end % job->scratch_slots &&
+           !job->faults[call.end] &&
+           job->moves[call.end].nvme_offset == job->moves[call.end - 1].nvme_offset + job->stride) {
+        call.end++;
+        call.to += job->stride;
+    }
+    return call;
+}
+
+/* Whether the call may be made now: it waits for an earlier one to be settled otherwise. */
+static int fits(const Job *job, const Line *line, const Call *call)
+{
+    size_t open = line->made - line->settled;
+    if (!open)
+        return 1;
+    size_t oldest = line->calls[line->settled % DEPTH].begin;
+    return job->queue && open < DEPTH && call->end - oldest <= job->scratch_slots &&
+           (open < 2 || line->open_bytes + bytes_of(call) <= job->window);
+}
+
+static void carry_line(const Job *job, Line *line, size_t count)
+{
+    uint64_t from = 0;
+    for (size_t at = 0; at < count || line->made > line->settled;) {
+        while (at < count) {
+            if (job->faults[at]) {
+                at++;
+                continue;
+            }
+            Call call = next_call(job, at, from, count);
+            if (!fits(job, line, &call))
+                break;
+            launch(job, line, call);
+            at = call.to < job->stride ? at : call.end;
+            from = call.to < job->stride ? call.to : 0;
+        }
+        submit(job, line);
+        if (line->running && !line->calls[line->settled % DEPTH].done)
+            reap(job, line);
+        while (line->made > line->settled && line->calls[line->settled % DEPTH].done)
+            settle(job, line);
     }
 }
 
@@ -374,30 +419,48 @@ static int missing(const Job *job, size_t at)
 /* How many of the moves did not go through. */
 static long carry_all(const Job *job, size_t count)
 {
-    size_t most = MOST_CALL_BYTES / job->stride;
-    if (most < 1)
-        most = 1;
-    if (most > job->scratch_slots)
-        most = job->scratch_slots;
+    Line line = {0};
     for (size_t i = 0; i < count; i++) {
         job->replies[i] = (Reply){.id = job->moves[i].id};
         job->faults[i] = missing(job, i);
         if (job->faults[i])
             job->replies[i].status = IO_ERROR;
     }
-    for (size_t begin = 0, end; begin < count; begin = end) {
-        end = begin + 1;
-        if (job->faults[begin])
-            continue;
-        while (end < count && end - begin < most && !job->faults[end] &&
-               job->moves[end].nvme_offset == job->moves[end - 1].nvme_offset + job->stride)
-            end++;
-        carry_run(job, begin, end);
-    }
+    carry_line(job, &line, count);
     long failed = 0;
     for (size_t i = 0; i < count; i++)
         failed += job->replies[i].status != OK;
     return failed;
+}
+
+/* ------------------------------------------------------------ a thread's queue */
+
+static pthread_key_t queue_key;
+static pthread_once_t queue_once = PTHREAD_ONCE_INIT;
+static int has_key;
+
+static void end_queue(void *queue)
+{
+    syscall(SYS_io_destroy, (aio_context_t)(uintptr_t)queue);
+}
+
+static void make_key(void)
+{
+    has_key = pthread_key_create(&queue_key, end_queue) == 0;
+}
+
+/* The calling thread's, which ends with it; 0 where the kernel gives none. */
+static aio_context_t thread_queue(void)
+{
+    pthread_once(&queue_once, make_key);
+    aio_context_t queue = has_key ? (aio_context_t)(uintptr_t)pthread_getspecific(queue_key) : 0;
+    if (queue || !has_key || syscall(SYS_io_setup, DEPTH, &queue) < 0)
+        return queue;
+    if (pthread_setspecific(queue_key, (void *)(uintptr_t)queue)) {
+        syscall(SYS_io_destroy, queue);
+        return 0;
+    }
+    return queue;
 }
 
 /* ------------------------------------------------------------ for Python */
@@ -441,6 +504,9 @@ static PyObject *carried(Job *job, const Py_buffer *buffers)
     if (is_piece(job, (size_t)count)) {
         job->kind = job->moves[0].kind;
         job->take = best_take();
+        job->queue = job->window ? thread_queue() : 0;
+        if (job->kind == READ)
+            job->window /= 2;
         failed = carry_all(job, (size_t)count);
     }
     Py_END_ALLOW_THREADS
@@ -452,14 +518,15 @@ static PyObject *transfer(PyObject *module, PyObject *arguments)
     (void)module;
     Job job = {0};
     Py_buffer buffers[BUFFERS];
-    unsigned long long slots, slot_bytes, written_ms;
-    if (!PyArg_ParseTuple(arguments, "iKKy*y*y*w*Kw*w*:transfer", &job.fd, &slots, &slot_bytes, &buffers[MOVES],
+    unsigned long long slots, slot_bytes, written_ms, window;
+    if (!PyArg_ParseTuple(arguments, "iKKy*y*y*w*Kw*w*K:transfer", &job.fd, &slots, &slot_bytes, &buffers[MOVES],
                           &buffers[BASES], &buffers[SIZES], &buffers[SCRATCH], &written_ms, &buffers[REPLIES],
-                          &buffers[FAULTS]))
+                          &buffers[FAULTS], &window))
         return NULL;
     job.slots = slots;
     job.slot_bytes = slot_bytes;
     job.written_ms = written_ms;
+    job.window = window; /* of writes */
     PyObject *result = carried(&job, buffers);
     for (int i = 0; i < BUFFERS; i++)
         PyBuffer_Release(&buffers[i]);
@@ -486,12 +553,50 @@ static PyObject *checksum(PyObject *module, PyObject *arguments)
     return good ? PyBytes_FromStringAndSize((const char *)out, sizeof out) : NULL;
 }
 
+/* Whether a read of all of `data` from the file's start had not ended when the kernel had taken it. */
+static int runs_behind(int fd, Py_buffer *data)
+{
+    struct timespec now = {0};
+    struct io_event event;
+    struct iocb block = {
+        .aio_lio_opcode = IOCB_CMD_PREAD,
+        .aio_fildes = (uint32_t)fd,
+        .aio_buf = (uint64_t)(uintptr_t)data->buf,
+        .aio_nbytes = (uint64_t)data->len,
+    }, *blocks[] = {&block};
+    aio_context_t queue = thread_queue();
+    if (!queue || syscall(SYS_io_submit, queue, 1L, blocks) != 1)
+        return 0;
+    long ended = syscall(SYS_io_getevents, queue, 0L, 1L, &event, &now);
+    if (ended == 1)
+        return 0;
+    while ((ended = syscall(SYS_io_getevents, queue, 1L, 1L, &event, NULL)) < 0 && errno == EINTR)
+        ;
+    return ended == 1 && event.res == data->len;
+}
+
+static PyObject *is_queued(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    int fd, behind;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(arguments, "iw*:is_queued", &fd, &data))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    behind = runs_behind(fd, &data);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(behind);
+}
+
 static PyMethodDef methods[] = {
     {"transfer", transfer, METH_VARARGS,
-     "transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults)\n--\n\n"
+     "transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults, window)\n--\n\n"
      "Carries out moves of one kind and slab; fills `replies` and `faults`; how many failed, -1: not one piece."},
     {"checksum", checksum, METH_VARARGS,
      "checksum(data, how='')\n--\n\nxxh3-128 of more than 240 bytes; `how`: avx512, avx2 or plain, else the best."},
+    {"is_queued", is_queued, METH_VARARGS,
+     "is_queued(fd, data)\n--\n\nWhether the kernel takes a read of `data` and goes on before it has ended."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -23,7 +23,7 @@ from tiers.base import MemoryTier, Moves, Replies
 from tiers.nvme.capacity import require_room
 from tiers.nvme.carry import MAX_RUN_SLOTS, NO_MEMORY, NO_SLOT, SHORT, Carried, Carry, carry
 from tiers.nvme.disk import SYSTEM_DISK, Disk
-from tiers.nvme.pieces import cut, runs
+from tiers.nvme.pieces import PIECE_BYTES, cut, runs
 from tiers.nvme.slab import Slab, SlabFile, open_slab, remove_slab, sync_slabs
 from tiers.nvme.trailer import TRAILER_BYTES
 
@@ -48,9 +48,10 @@ class NvmeTier:
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         carry: Carry = carry,
         threads: int = 1,
+        piece_bytes: int = PIECE_BYTES,
         notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
     ) -> None:
-        """`threads`: how many carry out pieces; a batch is cut so that each gets some."""
+        """`threads`: how many carry out pieces; a batch is cut so that each gets some, of `piece_bytes` at most."""
         self.slabs_bytes = 0
         """The most that all slabs may take, as `tiers.nvme.capacity` counts; 0: no bound. May change at any time."""
         self._directory = directory
@@ -60,6 +61,7 @@ class NvmeTier:
         self._clock_ms = clock_ms
         self._carry = carry
         self._workers = threads
+        self._piece_bytes = piece_bytes
         self._notify = notify
         self._noticed: dict[str, float] = {}
         self._slabs: dict[int, Slab] = {}  # by extent
@@ -110,7 +112,7 @@ class NvmeTier:
 
     def pieces(self, moves: Moves) -> Sequence[Moves]:
         """See StorageTier. Reads first."""
-        return cut(moves, self._workers)
+        return cut(moves, self._workers, self._piece_bytes)
 
     def calls(self, moves: Moves) -> int:
         """See StorageTier."""

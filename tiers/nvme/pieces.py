@@ -8,19 +8,23 @@ several runs are one piece: what each costs beside its call (a job, a reply, a p
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiers.base import Moves
 from tiers.nvme.carry import MAX_RUN_BYTES, MAX_RUN_SLOTS
 from tiers.nvme.trailer import TRAILER_BYTES
 
-__all__ = ["cut", "runs"]
+__all__ = ["PIECE_BYTES", "QUEUED_PIECE_BYTES", "cut", "runs"]
 
-_MAX_PIECE_BYTES = 2 * MAX_RUN_BYTES
-"""Two calls, or more where they are smaller. At a fourth of it a disk of 4.6 GB/s was written at 0.77 to 0.9 of a plain
-loop (two cores): what a piece and its reply cost had no time to hide. Larger ones starve other threads."""
+PIECE_BYTES = 2 * MAX_RUN_BYTES
+"""Most bytes of a piece: two calls, or more where they are smaller. At a fourth of it a disk of 4.6 GB/s was written at
+0.77 to 0.9 of a plain loop (two cores): what a piece and its reply cost had no time to hide. Larger ones starve other
+threads."""
+QUEUED_PIECE_BYTES = 6 * MAX_RUN_BYTES
+"""The same where a thread has several calls under way, so that a few threads do: as many bytes are with all of them."""
 
 
-def cut(moves: Moves, threads: int) -> list[Moves]:
+def cut(moves: Moves, threads: int, piece_bytes: int = PIECE_BYTES) -> list[Moves]:
     """`moves` by kind (reads first), slab and place; `threads` is among how many they are to be shared.
 
     A piece is of one kind, slab and length. O(n log n), no numpy per move.
@@ -33,17 +37,23 @@ def cut(moves: Moves, threads: int) -> list[Moves]:
     for name in ("kind", "nvme_extent", "length"):
         alike &= moves[name][1:] == moves[name][:-1]
     follows = alike & (moves["nvme_offset"][1:] == moves["nvme_offset"][:-1] + strides[:-1])
-    begins = [0, *(np.flatnonzero(~follows) + 1).tolist()]
-    alikes = [False, *alike.tolist()]
+    begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     share = -(-len(moves) // threads)
+    most, call = (_most(nbytes, strides[begins]) for nbytes in (piece_bytes, MAX_RUN_BYTES))
+    runs_ = zip(
+        begins.tolist(),
+        [*begins[1:].tolist(), len(moves)],
+        [False, *alike[begins[1:] - 1].tolist()],
+        np.minimum(most, share).tolist(),
+        np.minimum(most, np.maximum(call, share)).tolist(),
+        strict=True,
+    )
     bounds: list[list[int]] = []
-    for begin, end in zip(begins, [*begins[1:], len(moves)], strict=True):
-        most = _most(_MAX_PIECE_BYTES, int(strides[begin]))
-        call = min(most, max(_most(MAX_RUN_BYTES, int(strides[begin])), share))
-        if alikes[begin] and end - bounds[-1][0] <= min(most, share):
+    for begin, end, joins, together, alone in runs_:
+        if joins and end - bounds[-1][0] <= together:
             bounds[-1][1] = end
         else:
-            bounds += [[at, min(at + call, end)] for at in range(begin, end, call)]
+            bounds += [[at, min(at + alone, end)] for at in range(begin, end, alone)]
     return [moves[begin:end] for begin, end in bounds]
 
 
@@ -54,6 +64,6 @@ def runs(piece: Moves) -> int:
     return 1 + int((offsets[1:] != offsets[:-1] + strides).sum())
 
 
-def _most(nbytes: int, stride: int) -> int:
-    """Slots in `nbytes`, at least one."""
-    return max(1, min(MAX_RUN_SLOTS, nbytes // stride))
+def _most(nbytes: int, strides: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Slots of each stride in `nbytes`, at least one."""
+    return np.clip(nbytes // strides.astype(np.int64), 1, MAX_RUN_SLOTS)

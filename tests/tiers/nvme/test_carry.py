@@ -27,6 +27,7 @@ from tiers.nvme.carry import (
     Carry,
     carry,
     carry_in_python,
+    carry_in_turn,
 )
 from tiers.nvme.slab import Slab, open_slab
 from tiers.nvme.trailer import TRAILER_BYTES
@@ -36,7 +37,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 BOTH = pytest.mark.parametrize(
-    "writer, reader", [(carry, carry_in_python), (carry_in_python, carry)], ids=["compiled", "python"]
+    "writer, reader",
+    [(carry, carry_in_python), (carry_in_python, carry), (carry_in_turn, carry)],
+    ids=["queued", "python", "in turn"],
+)
+EACH_WAY = pytest.mark.parametrize(
+    "how", [carry, carry_in_turn, carry_in_python], ids=["queued", "in turn", "python"]
 )
 NOW_MS = 1_700_000_000_000
 
@@ -109,12 +115,12 @@ def test_both_write_the_same_bytes(tmp_path: Path, slab: Slab, harness: Harness,
         harness.fill(slot)
     moves = harness.moves_for(slots)
     files = []
-    for how in (carry, carry_in_python):
+    for how in (carry, carry_in_turn, carry_in_python):
         pages[:] = bytes(len(pages))
         replies = run(how, slab, harness, moves, pages).replies
         slab.sync()
         files.append(((tmp_path / slab.file.name).read_bytes(), replies.tobytes()))
-    assert files[0] == files[1]
+    assert files[0] == files[1] == files[2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,7 +145,7 @@ def test_both_judge_damage_alike(tmp_path_factory: pytest.TempPathFactory, data:
         if field:
             moves[field][1] = 77
         verdicts = []
-        for how in (carry, carry_in_python):
+        for how in (carry, carry_in_turn, carry_in_python):
             harness.bytes[32:35] = 0
             replies = run(how, slab, harness, moves, pages).replies
             verdicts.append(replies.tobytes())
@@ -148,11 +154,11 @@ def test_both_judge_damage_alike(tmp_path_factory: pytest.TempPathFactory, data:
                     assert np.array_equal(harness.bytes[32 + slot], expected[slot])
             if field:
                 assert replies["status"][1] == MoveStatus.CORRUPT
-        assert verdicts[0] == verdicts[1]
+        assert verdicts[0] == verdicts[1] == verdicts[2]
     slab.close()
 
 
-@pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
+@EACH_WAY
 def test_a_file_that_ends_early_costs_what_is_behind_its_end(
     tmp_path: Path, slab: Slab, harness: Harness, pages: memoryview, how: Carry
 ) -> None:
@@ -164,7 +170,7 @@ def test_a_file_that_ends_early_costs_what_is_behind_its_end(
     assert not carried.replies["checksum"][2:].any()
 
 
-@pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
+@EACH_WAY
 def test_a_call_that_fails_says_why_of_each_slot(
     slab: Slab, harness: Harness, pages: memoryview, how: Carry
 ) -> None:
@@ -184,10 +190,7 @@ def test_a_call_that_fails_says_why_of_each_slot(
     assert carried.faults[2] in (errno.EFAULT, SHORT)
 
 
-BOTH_WAYS = pytest.mark.parametrize("how", [carry, carry_in_python], ids=["compiled", "python"])
-
-
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize(
     "field, value, fault",
     [
@@ -213,14 +216,14 @@ def test_what_is_not_there_is_refused_by_itself(
         assert carried.faults.tolist() == [0, 0, 0, fault]
 
 
-@BOTH_WAYS
+@EACH_WAY
 def test_every_other_move_of_an_array_is_carried(
     slab: Slab, harness: Harness, pages: memoryview, how: Carry
 ) -> None:
     assert run(how, slab, harness, harness.moves_for([0, 1, 2, 3])[::2], pages).failed == 0
 
 
-@BOTH_WAYS
+@EACH_WAY
 def test_what_is_no_piece_is_left_alone(slab: Slab, harness: Harness, pages: memoryview, how: Carry) -> None:
     mixed = np.concatenate((harness.moves_for([0]), harness.moves_back([1])))
     elsewhere = harness.moves_for([0, 1])
@@ -244,7 +247,7 @@ def test_records_that_do_not_fit_each_other_are_refused(
         replies: int = 64, faults: int = 2, scratch: memoryview = pages, slot_bytes: int = SLOT_BYTES
     ) -> int:
         made = np.zeros(replies, dtype=np.uint8), np.zeros(faults, dtype=np.int32)
-        return transfer(fd, 8, slot_bytes, moves, spans.bases, spans.sizes, scratch, 0, *made)
+        return transfer(fd, 8, slot_bytes, moves, spans.bases, spans.sizes, scratch, 0, *made, 0)
 
     assert call() == 0
     for wrong in ({"replies": 32}, {"faults": 3}, {"scratch": pages[:4095]}, {"slot_bytes": 240}):

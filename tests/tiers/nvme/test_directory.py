@@ -15,7 +15,6 @@ from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.units import MIB
 from tests.tiers.harness import SLOT_BYTES
 from tiers.nvme.directory import NvmeDirectory, keep_secret, read_secret
-from tiers.nvme.probe import probe_threads
 from tiers.nvme.slab import open_slab
 
 
@@ -104,20 +103,6 @@ def test_slab_numbers_are_never_those_that_exist(tmp_path: Path) -> None:
     assert [again.new_slab_number(), again.new_slab_number()] == [42, 43]
     assert [file.number for file in again.slabs()] == [41]
     again.close()
-
-
-def test_threads_are_probed_once(tmp_path: Path) -> None:
-    threads = probe_threads(tmp_path)
-    assert 1 <= threads <= 16
-    (tmp_path / "threads").write_text("6\n")
-    assert probe_threads(tmp_path) == 6
-    (tmp_path / "threads").write_text("nonsense")
-    assert 1 <= probe_threads(tmp_path) <= 16
-    assert [entry.name for entry in tmp_path.iterdir()] == ["threads"]
-
-
-def test_a_disk_that_cannot_be_probed_has_a_default(tmp_path: Path) -> None:
-    assert probe_threads(tmp_path / "missing") == 4
 
 
 def test_a_start_that_failed_leaves_nothing_behind(tmp_path: Path) -> None:

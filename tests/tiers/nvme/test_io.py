@@ -16,7 +16,7 @@ from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.moves import MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, STRIDE, Harness
 from tiers.nvme import slab as slab_module
-from tiers.nvme.carry import carry, carry_in_python
+from tiers.nvme.carry import carry, carry_in_python, carry_in_turn
 from tiers.nvme.disk import SystemDisk
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import Slab, SlabFile, list_slabs, open_slab
@@ -33,7 +33,7 @@ def notices() -> list[str]:
     return []
 
 
-@pytest.fixture(params=[carry, carry_in_python], ids=["best", "python"])
+@pytest.fixture(params=[carry, carry_in_turn, carry_in_python], ids=["best", "in turn", "python"])
 def tier(harness: Harness, tmp_path: Path, notices: list[str], request: pytest.FixtureRequest) -> NvmeTier:
     made = NvmeTier(tmp_path, harness.memory, notify=notices.append, carry=request.param)
     made.open_slab(NVME, 1, SLABS, SLOT_BYTES)
