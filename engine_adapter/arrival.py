@@ -6,9 +6,9 @@ import threading
 
 __all__ = ["Arrival"]
 
-_PATIENCE_S = 10.0
-"""Since a group came last. A group is a few GiB at most, and only loads that were given up may be ahead of it: a copier
-that takes longer is broken."""
+_PATIENCE_S = 60.0
+"""Since a group came last. It is a few GiB and takes a fraction of a second, but that the first one may have to wait
+until as much as all groups together is pinned, 0.3 s a GiB; a copier that takes longer is broken."""
 
 
 class Arrival:
