@@ -80,7 +80,7 @@ class _Request:
     pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
     sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
     named_blocks: int = 0  # of its chain, in its last question
-    behind: range = range(0)  # blocks that were loaded while those before them were computed
+    overtaken: list[range] = field(default_factory=list)  # blocks that were loaded behind computed ones
     lost: bool = False  # a slot of it is no longer ours: it has to be computed again
 
 
@@ -369,7 +369,8 @@ class KvstoreBlockManager:
             self._session.stage(dropped_hbm=unused)
         if progress.pieces:
             entry.pages = self._session.hbm.page_of(entry.slots)
-        entry.behind = progress.behind
+        if len(progress.overtaken):
+            entry.overtaken.append(progress.overtaken)
         return progress.reach
 
     def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -385,8 +386,10 @@ class KvstoreBlockManager:
         self._note_load(entry)
         full = num_tokens // self.block_tokens
         if full > entry.sealed_blocks and not entry.lost:
-            self._seal(entry, range(entry.sealed_blocks, min(full, entry.behind.start)))
-            self._seal(entry, range(max(entry.sealed_blocks, entry.behind.stop), full))
+            begin = entry.sealed_blocks
+            for skipped in (*entry.overtaken, range(full, full)):
+                self._seal(entry, range(begin, min(full, skipped.start)))
+                begin = max(begin, skipped.stop)
             entry.sealed_blocks = full
 
     def release(self, request: RequestId) -> None:
@@ -487,7 +490,6 @@ class KvstoreBlockManager:
         for event in self._session.poll():
             if isinstance(event, Changed):
                 for lease in event.leases:
-                    self._plans.changed(lease)
                     if (entry := self._by_lease.get(lease)) is not None:
                         entry.retry_at, entry.changed = 0.0, True
             elif isinstance(event, Lost):

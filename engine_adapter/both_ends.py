@@ -1,12 +1,13 @@
 """Loads a cached prefix from its end while the engine computes it from its beginning: the I/O around `Meeting`.
 
 A piece is asked for by a lease of its own, waits for the disk like any other acquire, is copied into HBM, and is then
-handed over: its slots take the places of private ones in the request's table, as far as nothing was computed there.
-One engine thread.
+handed over: its slots take the places of private ones in the request's table, as far as nothing was computed there. A
+thread does all that, since an engine's step may be longer than a piece takes; the engine only takes what is loaded.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ from kvstore.layout import Tier
 from kvstore.meeting import Meeting, Piece
 from kvstore.moves import Grant, Outcome
 
-__all__ = ["BothEnds", "LoadedPiece"]
+__all__ = ["BothEnds", "LoadedPiece", "PieceLoader", "Taken"]
 
-_LOOK_AGAIN_S = 1.0
-"""A piece that waits is asked for again after so long, should a word of it have been lost."""
+_POLL_S = 0.002
+"""How often the thread looks after pieces while there are any."""
+_AGAIN_S = 0.5
+"""A piece that does not come into memory is asked for again after so long: it may never come."""
+_ROOM_S = 0.02
+"""As long, where DRAM had no room for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,14 @@ class LoadedPiece:
         return np.concatenate([table[:first], self.slots[first - begin :], table[end:]]), unused
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Pieces, and the first run of blocks that were taken by now and are not computed, as `Meeting.next_loaded`."""
+
+    pieces: list[LoadedPiece]
+    run: Piece
+
+
 @dataclass(slots=True)
 class _Asked:
     """A piece that is not loaded yet: asked, waiting for the disk (no grant), or being copied."""
@@ -61,7 +74,7 @@ class _Asked:
 
 
 class BothEnds:
-    """Of one request."""
+    """Of one request. `work` is the loader's thread's, all else the engine's."""
 
     def __init__(
         self,
@@ -82,56 +95,72 @@ class BothEnds:
         self._hashes = hashes
         self._leases = leases
         self._clock = clock
-        pieces = choice.cut(len(hashes) - begin, begin * namespace.block_tokens)
-        self.meeting = Meeting(begin=begin, end=len(hashes), pieces=pieces)
+        self._lock = threading.Lock()
+        self._meeting = Meeting(begin=begin, end=len(hashes), piece=choice.piece_blocks(len(hashes) - begin))
         self._asked: list[_Asked] = []
+        self._done: list[LoadedPiece] = []
+        self._closed = False
+        self.begin, self.end = begin, len(hashes)
 
-    def poll(self, tokens: int) -> list[LoadedPiece]:
-        """Goes on with whatever can go on; the pieces that were loaded since the last call.
+    # ------------------------------------------------------------ the engine
+
+    def take(self, tokens: int) -> Taken:
+        """The pieces that were loaded since the last call.
 
         `tokens`: so many are computed, or are by steps that are under way; nothing is loaded in their place any more.
         """
-        now, meeting = self._clock(), self.meeting
-        meeting.advance(-(-tokens // self._namespace.block_tokens))
-        done: list[LoadedPiece] = []
-        for asked in tuple(self._asked):
-            if meeting.unneeded(asked.piece):
-                self._drop(asked)
-            elif asked.slots is not None:
-                self._finish(asked, now, done)
-            elif asked.grant is not None:
-                self._take_answer(asked, now, done)
-            elif now >= asked.again_at:
-                self._ask(asked)
-        meeting.pieces = self._choice.cut(len(self._hashes) - meeting.begin, tokens)
-        for piece in meeting.ask(now):
-            self._begin(piece, now)
-        return done
+        with self._lock:
+            self._meeting.advance(-(-tokens // self._namespace.block_tokens))
+            done, self._done = self._done, []
+            return Taken(done, self._meeting.next_loaded)
 
     def stop(self, tokens: int) -> int:
-        """How far (a block) the next step should compute; the block of `tokens` itself: wait for what is loaded."""
-        return self._choice.stop(self.meeting, tokens, self._clock(), self._namespace.block_tokens)
+        """How far (a block) the next step should compute; the block of `tokens` itself: wait for what is loaded.
 
-    def changed(self, lease: int) -> None:
-        """The store says that something came that a piece waits for."""
-        for asked in self._asked:
-            if asked.lease == lease:
-                asked.again_at = 0.0
+        Never beyond what is loaded, taken or not.
+        """
+        with self._lock:
+            return self._choice.stop(self._meeting, tokens, self._clock(), self._namespace.block_tokens)
 
     def close(self) -> None:
         """What is not loaded yet is not needed any more."""
-        for asked in tuple(self._asked):
-            self._drop(asked)
+        with self._lock:
+            self._closed = True
+            for asked in tuple(self._asked):
+                self._drop(asked)
+            for loaded in self._done:
+                self._session.stage(dropped_hbm=loaded.slots)
+            self._done.clear()
 
-    # ------------------------------------------------------------ a piece
+    # ------------------------------------------------------------ the thread
+
+    def work(self) -> bool:
+        """Goes on with whatever can go on. False: nothing is left to do."""
+        with self._lock:
+            if self._closed:
+                return False
+            now, meeting = self._clock(), self._meeting
+            for asked in tuple(self._asked):
+                if meeting.unneeded(asked.piece):
+                    self._drop(asked)
+                elif asked.slots is not None:
+                    self._finish(asked, now)
+                elif asked.grant is not None:
+                    self._take_answer(asked, now)
+                elif now >= asked.again_at or self._in_memory(asked.piece):
+                    self._ask(asked)
+            for piece in meeting.ask(now):
+                self._begin(piece, now)
+            return bool(self._asked)
 
     def _begin(self, piece: Piece, now: float) -> None:
-        queued = self._choice.queued_bytes()
+        slot_bytes = self._session.hbm.slot_bytes
+        own = sum(len(asked.piece) for asked in self._asked) * slot_bytes
         asked = _Asked(
             piece=piece,
             lease=next(self._leases),
             asked_at=now,
-            nbytes=queued + len(piece) * self._session.hbm.slot_bytes,
+            nbytes=max(self._choice.queued_bytes(), own) + len(piece) * slot_bytes,
         )
         self._asked.append(asked)
         self._ask(asked)
@@ -142,7 +171,12 @@ class BothEnds:
             self._namespace, asked.lease, self._hashes[: piece.end], first=piece.begin
         )
 
-    def _take_answer(self, asked: _Asked, now: float, done: list[LoadedPiece]) -> None:
+    def _in_memory(self, piece: Piece) -> bool:
+        """Whether all of it is, by the shared tables: sooner known than told."""
+        tiers = self._session.match(self._namespace, self._hashes[piece.begin : piece.end]).tiers
+        return len(tiers) == len(piece) and not (tiers == Tier.NVME).any()
+
+    def _take_answer(self, asked: _Asked, now: float) -> None:
         pending = asked.grant
         assert pending is not None
         if not pending.done():
@@ -153,31 +187,35 @@ class BothEnds:
             return
         grant = pending.result(0)
         if ((grant.outcomes == Outcome.HIT_HBM) | (grant.outcomes == Outcome.HIT_DRAM)).all():
-            asked.slots = grant.hbm_slots
-            asked.load = _load_of(self._session, grant)
-            self._finish(asked, now, done)
+            asked.slots, asked.load = grant.hbm_slots, _load_of(self._session, grant)
+            self._finish(asked, now)
             return
         comes = (grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)
         pending.abandon()
         if comes.any() and not (grant.outcomes == Outcome.NO_SLOT).any():
-            asked.again_at = now + _LOOK_AGAIN_S
+            some = (
+                grant.outcomes == Outcome.LATER
+            ).any()  # of it are not read yet: there was no room in DRAM
+            asked.again_at = now + (_ROOM_S if some else _AGAIN_S)
         else:
             self._failed(asked)
 
-    def _finish(self, asked: _Asked, now: float, done: list[LoadedPiece]) -> None:
+    def _finish(self, asked: _Asked, now: float) -> None:
         if asked.load is not None:
             asked.load.submit(self._copier)
             if not asked.load.loaded:
                 return
             self._choice.loaded(Tier.NVME, asked.nbytes, asked.load.ended_at - asked.asked_at)
+            self._meeting.piece = self._choice.piece_blocks(self.end - self.begin)
         assert asked.slots is not None
         self._asked.remove(asked)
-        self.meeting.loaded(asked.piece, now)
-        done.append(LoadedPiece(asked.piece, asked.slots))
+        self._meeting.loaded(asked.piece, now)
+        self._done.append(LoadedPiece(asked.piece, asked.slots))
+        self._session.notify()
 
     def _failed(self, asked: _Asked) -> None:
         self._asked.remove(asked)
-        self.meeting.failed(asked.piece)
+        self._meeting.failed(asked.piece)
         self._session.cancel(asked.lease)
 
     def _drop(self, asked: _Asked) -> None:
@@ -189,6 +227,36 @@ class BothEnds:
         if asked.slots is not None:
             self._session.stage(dropped_hbm=asked.slots)
         self._session.cancel(asked.lease)
+
+
+class PieceLoader:
+    """The thread that looks after all requests of an engine that are loaded from behind; it ends with the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[BothEnds] = []
+        self._running = False
+
+    def add(self, both: BothEnds) -> None:
+        """From now on the thread works for it, until it has nothing left to do."""
+        both.work()  # the disk begins at once
+        with self._lock:
+            self._all.append(both)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="kvstore-pieces", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                everyone = tuple(self._all)
+            idle = [both for both in everyone if not both.work()]
+            with self._lock:
+                self._all = [both for both in self._all if both not in idle]
+                if not self._all:
+                    self._running = False
+                    return
+            time.sleep(_POLL_S)
 
 
 def _load_of(session: Session, grant: Grant) -> Load | None:

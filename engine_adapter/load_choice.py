@@ -3,7 +3,7 @@
 The shell around `kvstore.planner`, `kvstore.speeds` and `kvstore.guard`: it has the clock and the session. Two tiers
 are watched. `dram` is what is copied out of HBM: spent is the copying, saved is what loads from DRAM and from the disk,
 which is fed from there, gained. `nvme` is what is loaded from disk: it is worth its while where it saves a few percent
-of what computing the same would take. One engine thread, but for `stored`, which the copier's thread calls.
+of what computing the same would take. One engine thread; measurements come from the copier's and the loader's, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvstore.client import Decision, Namespace, Session, TierChange
 from kvstore.guard import GuardLimits, TierGuard, Use, Verdict
 from kvstore.layout import MOVER_BIT, ExtentState, SlotState, Tier, states
-from kvstore.meeting import Meeting, Pieces, cut
+from kvstore.meeting import Meeting, piece_blocks
 from kvstore.planner import Ends, Plan, Question, Way, plan_request, segments_of
 from kvstore.speeds import PrefillSpeed, SpeedMeter, Speeds, TierSpeed
 
@@ -65,7 +65,7 @@ class LoadChoice:
         self._clock = clock
         self._meter = SpeedMeter(attention=settings.attention)
         dram_bytes = max(self._dram_bytes(), _LEAST_STORED_BYTES)
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the meter, and of the next two
         self._stores = TierGuard(GuardLimits(window=dram_bytes, filling=dram_bytes))
         self._stored_at = 0.0
         self._computes = False  # whether a step was measured
@@ -79,11 +79,13 @@ class LoadChoice:
         self._computes = True
         tokens = sum(end - begin for begin, end in spans)
         context = sum(0.5 * (end * end - begin * begin) for begin, end in spans)
-        self._meter.computed(tokens, context, seconds)
+        with self._lock:
+            self._meter.computed(tokens, context, seconds)
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
-        """A load took so long; what was queued ahead of it is among the bytes."""
-        self._meter.loaded(tier, nbytes, seconds)
+        """A load took so long; what was queued ahead of it is among the bytes. Any thread."""
+        with self._lock:
+            self._meter.loaded(tier, nbytes, seconds)
 
     def stored(self, nbytes: int, began_at: float) -> None:
         """A copy of so many bytes to DRAM has ended, that was handed to the copier then."""
@@ -100,7 +102,7 @@ class LoadChoice:
 
     def tier_speed(self, tier: Tier) -> TierSpeed | None:
         """None: nothing was loaded from it yet."""
-        return self._meter.speeds().tiers.get(tier)
+        return self._speeds().tiers.get(tier)
 
     # ------------------------------------------------------------ plans
 
@@ -130,7 +132,7 @@ class LoadChoice:
             ends=settings.ends,
             queued_bytes={Tier.NVME: self.queued_bytes()} if (tiers == Tier.NVME).any() else {},
         )
-        speeds = self._meter.speeds()
+        speeds = self._speeds()
         plan = plan_request(question, speeds)
         if settings.mode is LoadMode.AUTO:
             return self._tried(plan, question)
@@ -140,10 +142,9 @@ class LoadChoice:
             return replace(plan, way=Way.LOAD, load_end=cached, meet=cached)
         return replace(plan, way=Way.COMPUTE, load_end=in_hbm, meet=cached)
 
-    def cut(self, blocks: int, at: int) -> Pieces:
-        """How the loads of a request are cut that computes from token `at` on; see `kvstore.meeting`."""
-        chunk_tokens = self._settings.chunk_tokens
-        return cut(blocks, self._session.hbm.slot_bytes, at, chunk_tokens, self._both_speeds())
+    def piece_blocks(self, blocks: int) -> int:
+        """See `kvstore.meeting`. Any thread."""
+        return piece_blocks(blocks, self._session.hbm.slot_bytes, self.tier_speed(Tier.NVME))
 
     def stop(self, meeting: Meeting, tokens: int, now: float, block_tokens: int) -> int:
         """Where the next step of a request that is loaded from behind should end."""
@@ -151,8 +152,12 @@ class LoadChoice:
         return meeting.stop(tokens, now, block_tokens, slot_bytes, self._both_speeds())
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
-        speeds = self._meter.speeds()
+        speeds = self._speeds()
         return speeds.prefill, speeds.tiers.get(Tier.NVME)
+
+    def _speeds(self) -> Speeds:
+        with self._lock:
+            return self._meter.speeds()
 
     def _in_use(self, tiers: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The leading blocks of tiers that are in use."""

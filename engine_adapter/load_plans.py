@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.arrival import Arrival
 from engine_adapter.base import EVERYTHING, Reach
-from engine_adapter.both_ends import BothEnds, LoadedPiece
+from engine_adapter.both_ends import BothEnds, LoadedPiece, PieceLoader
 from engine_adapter.copier import Copier
 from engine_adapter.layer_groups import LayerGroups
 from engine_adapter.load_choice import LoadChoice
@@ -43,8 +43,8 @@ class Progress:
     pieces: list[LoadedPiece]
     """To take into its table."""
     reach: Reach
-    behind: range
-    """Blocks that were loaded and are behind all that was computed; empty until both ends have met."""
+    overtaken: range
+    """Blocks that need not be computed, since they are in the table as they were loaded; mostly none."""
 
 
 @dataclass(slots=True)
@@ -55,6 +55,7 @@ class _Planned:
     asked_at: float
     disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
     both: BothEnds | None = None
+    overtaken_blocks: int = 0
 
 
 class LoadPlans:
@@ -77,6 +78,7 @@ class LoadPlans:
         self._leases = leases
         self._clock = clock
         self._planned: dict[int, _Planned] = {}
+        self._loader = PieceLoader()
 
     # ------------------------------------------------------------ before it runs
 
@@ -140,7 +142,7 @@ class LoadPlans:
             self._leases,
             self._clock,
         )
-        planned.both.poll(hits * self._namespace.block_tokens)
+        self._loader.add(planned.both)
 
     def arrival(self, rule: LayerGroups, load: Load, cached_tokens: int, num_tokens: int) -> Arrival | None:
         """Of a load that comes in groups of layers while what is not cached is computed; None: it comes whole."""
@@ -177,23 +179,20 @@ class LoadPlans:
         if planned is None or planned.both is None:
             return None
         both, block_tokens = planned.both, self._namespace.block_tokens
-        pieces = both.poll(num_tokens)
-        here, meeting = -(-num_tokens // block_tokens), both.meeting
-        if here < meeting.ready or num_tokens % block_tokens:
-            stop = both.stop(num_tokens) if here < meeting.ready else here  # the block that it is in
+        taken, here = both.take(num_tokens), -(-num_tokens // block_tokens)
+        run = taken.run
+        if here < run.begin or num_tokens % block_tokens:
+            stop = both.stop(num_tokens) if here < run.begin else here  # the block that it is in
             reach = Reach(computed_tokens=num_tokens, stop_tokens=max(num_tokens, stop * block_tokens))
-            return Progress(pieces, reach, range(0))
-        self._decided(planned, meeting.begin + max(0, meeting.end - here))
-        self.end(lease)
-        end = max(here, meeting.end)
-        reach = Reach(computed_tokens=end * block_tokens, stop_tokens=EVERYTHING)
-        return Progress(pieces, reach, range(here, end))
-
-    def changed(self, lease: int) -> None:
-        """The store says that something came which this lease waits for."""
-        for planned in self._planned.values():
-            if planned.both is not None:
-                planned.both.changed(lease)
+            return Progress(taken.pieces, reach, range(0))
+        overtaken = range(here, max(here, run.end))
+        planned.overtaken_blocks += len(overtaken)
+        if overtaken.stop >= both.end:
+            self._decided(planned, both.begin + planned.overtaken_blocks)
+            self.end(lease)
+        tokens = overtaken.stop * block_tokens
+        stop_tokens = EVERYTHING if overtaken.stop >= both.end else tokens + block_tokens
+        return Progress(taken.pieces, Reach(computed_tokens=tokens, stop_tokens=stop_tokens), overtaken)
 
     def end(self, lease: int) -> None:
         """Nothing more is to be loaded for this request."""

@@ -29,6 +29,7 @@ _NO_HICCUP = 3
 """So many in a row that are far off the same way are no hiccup: what was measured before is forgotten."""
 _FADE, _FADED = 0.98, 0.05
 """What a kind counts less with each measurement of others, and at least: what was seen once is not forgotten."""
+_FIT_PART = 32
 _RIDGE = 1e-9
 _ANCHOR = 0.3
 """What the assumed cost of context weighs, in measurements: little beside what was measured at length."""
@@ -98,12 +99,13 @@ class _Line:
     a long cached prefix say nothing of a whole chunk.
     """
 
-    __slots__ = ("_fit", "_kinds", "_size", "count")
+    __slots__ = ("_fit", "_fitted", "_kinds", "_size", "count")
 
     def __init__(self, features: int) -> None:
         self._size = features
         self._kinds: dict[tuple[int, ...], _Kind] = {}
         self._fit: NDArray[np.float64] | None = None
+        self._fitted = 0  # how many measurements _fit is of
         self.count = 0
 
     def measured(self, features: Sequence[float], seconds: float) -> None:
@@ -111,7 +113,6 @@ class _Line:
         x = np.asarray(features, dtype=np.float64)
         seconds = max(seconds, _LEAST_S)
         self.count += 1
-        self._fit = None
         key = tuple(frexp(feature)[1] for feature in features)
         kind = self._kinds.get(key)
         if kind is None:
@@ -122,7 +123,7 @@ class _Line:
             way = (seconds > trusted_s) - (seconds < trusted_s)
             kind.far_off = kind.far_off + way if way * kind.far_off >= 0 and way else way
             if abs(kind.far_off) >= _NO_HICCUP:
-                self._kinds = {key: _Kind(x, seconds, 1, self.count)}
+                self._kinds, self._fit = {key: _Kind(x, seconds, 1, self.count)}, None
                 return
             seconds = trusted_s
         kind.count += 1
@@ -133,7 +134,9 @@ class _Line:
 
     def fit(self, ratio: float = 0.0) -> NDArray[np.float64]:
         """The coefficients. `ratio`: of the second to the first, where nothing that was measured says otherwise."""
-        if self._fit is None:
+        # Of many measurements one more changes little, and a fit takes as long as a hundred of them.
+        if self._fit is None or self.count - self._fitted > self.count // _FIT_PART:
+            self._fitted = self.count
             moments, products = np.zeros((self._size, self._size)), np.zeros(self._size)
             for kind in self._kinds.values():
                 weight = min(kind.count, 1.0 / _NEWEST) * max(_FADE ** (self.count - kind.last), _FADED)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.layout import Tier
-from kvstore.meeting import Meeting, Piece, cut
+from kvstore.meeting import Meeting, Piece, piece_blocks
 from kvstore.planner import Ends, Plan, Question, Segment, Way, plan_request
 from kvstore.speeds import PrefillSpeed, SpeedMeter, TierSpeed
 
@@ -123,12 +123,17 @@ class VirtualServer:
         work = self.workload
         blocks = plan.cached_blocks - plan.load_end
         at = plan.load_end * BLOCK_TOKENS
-        pieces = cut(blocks, work.slot_bytes, at, work.chunk_tokens, self._both_speeds())
-        meeting = Meeting(begin=plan.load_end, end=plan.cached_blocks, pieces=pieces)
+        piece = piece_blocks(blocks, work.slot_bytes, self._both_speeds()[1])
+        meeting = Meeting(begin=plan.load_end, end=plan.cached_blocks, piece=piece)
         reads: deque[_Read] = deque()
         now = 0.0
         self._ask(meeting, reads, now)
-        while at // BLOCK_TOKENS < meeting.ready:
+        while at < plan.cached_blocks * BLOCK_TOKENS:
+            run = meeting.next_loaded
+            if at == run.begin * BLOCK_TOKENS and run.end > run.begin:
+                at = run.end * BLOCK_TOKENS
+                meeting.advance(run.end)
+                continue
             stop = meeting.stop(at, now, BLOCK_TOKENS, work.slot_bytes, self._both_speeds()) * BLOCK_TOKENS
             end = min(at + work.chunk_tokens, stop)
             if end <= at:
@@ -137,11 +142,12 @@ class VirtualServer:
                 meeting.advance(end // BLOCK_TOKENS)
                 now += self._step(at, end)
                 at = end
-            # As in an engine: what came during a step is taken, and more is asked for, between two steps.
             while reads and reads[0].done_at <= now:
-                self._take(meeting, reads.popleft())
-            meeting.pieces = cut(blocks, work.slot_bytes, at, work.chunk_tokens, self._both_speeds())
-            self._ask(meeting, reads, now)
+                read = reads.popleft()
+                self.meter.loaded(Tier.NVME, read.nbytes, self._measured(read.done_at - read.asked_at))
+                meeting.loaded(read.piece, read.done_at)
+                meeting.piece = piece_blocks(blocks, work.slot_bytes, self._both_speeds()[1])
+                self._ask(meeting, reads, read.done_at)
         return now + self.compute(plan.cached_blocks * BLOCK_TOKENS, tokens)
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
@@ -155,7 +161,3 @@ class VirtualServer:
             begins_at = max(now + self.disk.start_s, reads[-1].done_at if reads else 0.0)
             done_at = begins_at + nbytes * self.disk.byte_s
             reads.append(_Read(piece, done_at, now, queued + nbytes))
-
-    def _take(self, meeting: Meeting, read: _Read) -> None:
-        self.meter.loaded(Tier.NVME, read.nbytes, self._measured(read.done_at - read.asked_at))
-        meeting.loaded(read.piece, read.done_at)
