@@ -1,31 +1,26 @@
-"""Moves blocks between an engine's pages and DRAM slots: as they lie, by a copier, or converted, in host memory.
+"""Moves blocks between an engine's pages and DRAM slots by a copier: as they lie, or converted in host memory.
 
-A ticket ends once, by `done` on a thread of the mover's: nothing touches the pages or the slots after it.
+A ticket ends once, by `done` on a thread of the copier's: nothing touches the pages or the slots after it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from engine_adapter.block_convert import BlockCopy, host_copy
+from engine_adapter.block_layout import Conversion, Loop
 from engine_adapter.copier import Copier, CopyBatch, Direction
-from engine_adapter.external.pages import PieceMap, SharedLayer
+from engine_adapter.external.pages import Copies, SharedLayer
+from kvstore.errors import InvalidArgument
 
-__all__ = ["BlockMover", "ConvertingMover", "PieceMover", "StepEvent", "Ticket"]
-
-_LOG = logging.getLogger("kvstore.copier")
-_MAX_WAITING_BLOCKS = 4096
-_UINTS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+__all__ = ["AddressMap", "BlockMover", "PieceMover", "SharedBlocks", "StepEvent", "Ticket"]
 
 Pages = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -50,6 +45,19 @@ class Ticket:
     after: StepEvent | None = None
 
 
+class AddressMap(Protocol):
+    """Which copies blocks take. `PieceMap`: one a piece, as they lie; `SharedBlocks`: one a block."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of each copy, on the slot's side."""
+        ...
+
+    def copies(self, pages: Pages, slots: U64) -> Copies:
+        """For blocks `pages` [b, groups] and this rank's parts of their slots, `slots` [b] addresses."""
+        ...
+
+
 class BlockMover(Protocol):
     """One thread submits and cancels."""
 
@@ -67,18 +75,18 @@ class BlockMover(Protocol):
 
 
 class PieceMover:
-    """Native: every piece is a plain copy, by whatever copier the device has."""
+    """By whatever copier the device has: piece by piece, or whole blocks by one that converts."""
 
-    def __init__(self, pieces: PieceMap, copier: Copier) -> None:
+    def __init__(self, addresses: AddressMap, copier: Copier) -> None:
         """The copier becomes ours."""
-        self._pieces = pieces
+        self._addresses = addresses
         self._copier = copier
         self._batches: dict[int, CopyBatch] = {}  # of tickets under way, by identity
         self._lock = threading.Lock()
 
     def submit(self, ticket: Ticket) -> bool:
         """See BlockMover."""
-        copies = self._pieces.copies(ticket.pages, ticket.slots)
+        copies = self._addresses.copies(ticket.pages, ticket.slots)
         load = ticket.direction is Direction.LOAD
 
         def ended() -> None:
@@ -89,7 +97,7 @@ class PieceMover:
             direction=ticket.direction,
             sources=copies.slots if load else copies.pages,
             targets=copies.pages if load else copies.slots,
-            nbytes=self._pieces.piece_bytes,
+            nbytes=self._addresses.piece_bytes,
             done=ended,
             after=None if ticket.after is None else ticket.after.handle,
         )
@@ -118,120 +126,81 @@ class PieceMover:
             self._batches.pop(id(ticket), None)
 
 
-class ConvertingMover:
-    """Shared, in host memory: a thread reads and writes elements where each side has them."""
+class SharedBlocks:
+    """Blocks as the bundled engine has them, from pages that have each element elsewhere: in host memory."""
 
-    def __init__(self, layers: Sequence[SharedLayer]) -> None:
-        """`layers` have one shape, their elements one size."""
-        self._layers = _Stack(layers)
-        self._work = threading.Condition()
-        self._queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
-        self._waiting = [0, 0]
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-copier", daemon=True)
-        self._thread.start()
-
-    def submit(self, ticket: Ticket) -> bool:
-        """See BlockMover."""
-        blocks = len(ticket.pages)
-        with self._work:
-            waiting = self._waiting[ticket.direction]
-            if self._closing or (waiting and waiting + blocks > _MAX_WAITING_BLOCKS):
-                return False
-            self._waiting[ticket.direction] += blocks
-            self._queues[ticket.direction].append(ticket)
-            self._work.notify()
-        return True
-
-    def cancel(self, ticket: Ticket) -> bool:
-        """See BlockMover."""
-        with self._work:
-            queue = self._queues[ticket.direction]
-            if ticket not in queue:
-                return False
-            queue.remove(ticket)
-            self._waiting[ticket.direction] -= len(ticket.pages)
-        return True
-
-    def close(self, timeout_s: float) -> None:
-        """See BlockMover."""
-        with self._work:
-            self._closing = True
-            self._work.notify()
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (ticket := self._next()) is not None:
-            for page, slot in zip(ticket.pages[:, 0].tolist(), ticket.slots.tolist(), strict=True):
-                self._layers.move(ticket.direction, page, slot)
-            with self._work:
-                self._waiting[ticket.direction] -= len(ticket.pages)
-            try:
-                ticket.done()
-            except Exception:  # noqa: BLE001 (a thread's boundary)
-                _LOG.exception("a completion failed")
-
-    def _next(self) -> Ticket | None:
-        with self._work:
-            while True:
-                for queue in self._queues:
-                    if queue:
-                        return queue.popleft()
-                if self._closing:
-                    return None
-                self._work.wait()
-
-
-class _Stack:
-    """The layers of an engine as one strided array where they lie evenly apart, as they do in one allocation."""
-
-    def __init__(self, layers: Sequence[SharedLayer]) -> None:
+    def __init__(self, layers: Sequence[SharedLayer], slot_bytes: int) -> None:
+        """`layers` have one shape, and one distance from block to block. Raises InvalidArgument where not."""
         first = layers[0]
-        self._layers = layers
-        self._dtype = _UINTS[first.itemsize]
-        self._slot_shape = (len(layers), 2, *first.shape)
-        self._nbytes = 2 * len(layers) * int(np.prod(first.shape)) * first.itemsize
-        steps = {later.address - layer.address for layer, later in pairwise(layers)}
-        alike = len({replace(layer, address=0) for layer in layers}) == 1
-        self._step = steps.pop() if alike and len(steps) == 1 else None
+        if len({replace(layer, address=0) for layer in layers}) != 1:
+            raise InvalidArgument("layers that differ cannot be converted")
+        self.piece_bytes = slot_bytes
+        self._first = first
+        self._payload_bytes = 2 * len(layers) * int(np.prod(first.shape)) * first.itemsize
+        self._at = [layer.address - first.address for layer in layers]
 
-    def move(self, direction: Direction, page: int, slot: int) -> None:
-        """One block, either way."""
-        shared = np.frombuffer(_memory(slot, self._nbytes), dtype=self._dtype).reshape(self._slot_shape)
-        if self._step is not None:
-            self._copy(direction, self._layers[0], page, shared, ((len(self._layers), self._step),))
-            return
-        for layer, slot_layer in zip(self._layers, shared, strict=True):
-            self._copy(direction, layer, page, slot_layer[None], ((1, 0),))
+    def copies(self, pages: Pages, slots: U64) -> Copies:
+        """See AddressMap."""
+        blocks = pages[:, 0].astype(np.uint64)
+        return Copies(
+            pages=np.uint64(self._first.address) + blocks * np.uint64(self._first.block_stride), slots=slots
+        )
 
-    def _copy(
-        self,
-        direction: Direction,
-        layer: SharedLayer,
-        page: int,
-        shared: NDArray[np.generic],
-        outer: tuple[tuple[int, int]],
-    ) -> None:
-        """`shared`: [layers, K|V, head, token, dim]; `outer`: how many layers, and bytes from one to the next."""
-        (count, step), base = outer[0], layer.address + page * layer.block_stride
-        for half, (offset, strides) in enumerate(
-            ((layer.key_offset, layer.key_strides), (layer.value_offset, layer.value_strides))
-        ):
-            engine = _strided(base + offset, self._dtype, (count, *layer.shape), (step, *strides))
-            if direction is Direction.LOAD:
-                np.copyto(engine, shared[:, half])
-            else:
-                np.copyto(shared[:, half], engine)
+    def load(self) -> BlockCopy:
+        """From a slot into a page."""
+        halves = [host_copy(_turned(self._half(half))) for half in range(2)]
+        return lambda target, source, nbytes: [copy(target, source, nbytes) for copy in halves]
+
+    def store(self) -> BlockCopy:
+        """From a page into a slot; what is behind the payload becomes zeros."""
+        halves = [host_copy(self._half(half)) for half in range(2)]
+        payload = self._payload_bytes
+
+        def copy(target: int, source: int, nbytes: int) -> None:
+            for half in halves:
+                half(target, source, nbytes)
+            if nbytes > payload:
+                ctypes.memset(target + payload, 0, nbytes - payload)
+
+        return copy
+
+    def _half(self, half: int) -> Conversion:
+        """From a page to the keys (0) or values (1) of a slot `[layer, K|V, head, token, dim]`."""
+        layer, count = self._first, len(self._at)
+        offset, steps = (
+            (layer.key_offset, layer.key_strides) if half == 0 else (layer.value_offset, layer.value_strides)
+        )
+        heads, tokens, dims = layer.shape
+        slot_steps = (tokens * dims * layer.itemsize, dims * layer.itemsize, layer.itemsize)
+        half_bytes = heads * slot_steps[0]
+        loops = [
+            Loop(count=size, source_step=step, target_step=slot_step)
+            for size, step, slot_step in zip(layer.shape, steps, slot_steps, strict=True)
+        ]
+        starts = np.array(self._at, dtype=np.int64) + offset
+        slot_starts = np.arange(count, dtype=np.int64) * 2 * half_bytes + half * half_bytes
+        apart = set(np.diff(starts).tolist())
+        if len(apart) == 1 and min(apart) > 0:  # layers in one allocation: a loop more instead of a table
+            loops.insert(0, Loop(count=count, source_step=apart.pop(), target_step=2 * half_bytes))
+            starts, slot_starts = starts[:1], slot_starts[:1]
+        return Conversion(
+            piece_bytes=layer.itemsize,
+            loops=tuple(loops),
+            source_starts=starts,
+            target_starts=slot_starts,
+            payload_bytes=self._payload_bytes // 2,
+        )
 
 
-def _memory(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def _strided(
-    address: int, dtype: type[np.unsignedinteger[Any]], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> NDArray[np.generic]:
-    """Memory at an address, which stays its owner's."""
-    nbytes = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    whole = np.frombuffer(_memory(address, nbytes + np.dtype(dtype).itemsize), dtype=dtype)
-    return as_strided(whole, shape=shape, strides=strides, writeable=True)
+def _turned(conversion: Conversion) -> Conversion:
+    """The way back."""
+    return Conversion(
+        piece_bytes=conversion.piece_bytes,
+        loops=tuple(
+            Loop(count=loop.count, source_step=loop.target_step, target_step=loop.source_step)
+            for loop in conversion.loops
+        ),
+        source_starts=conversion.target_starts,
+        target_starts=conversion.source_starts,
+        payload_bytes=conversion.payload_bytes,
+    )

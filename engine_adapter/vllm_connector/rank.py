@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from engine_adapter.copier import TwinCopier
 from engine_adapter.external.jobs import StepPlan, StepReport
-from engine_adapter.external.moving import BlockMover, ConvertingMover, PieceMover, StepEvent
+from engine_adapter.external.moving import BlockMover, PieceMover, SharedBlocks, StepEvent
 from engine_adapter.external.options import ConnectorOptions
 from engine_adapter.external.pages import LayerPages, PieceMap, SharedLayer, part_bytes
 from engine_adapter.external.ranks import RankListener
@@ -30,6 +30,7 @@ from kvstore.geometry import DTYPE_BYTES
 __all__ = ["RankHalf"]
 
 _CLOSE_S = 10.0
+_MAX_PIECES = 1 << 20  # a copier counts pieces, of which a block has one a layer
 
 
 class RankHalf:
@@ -159,9 +160,10 @@ def _mover(
 ) -> tuple[BlockMover, DramListener | None]:
     """Who copies, and who pins DRAM for it."""
     if shared is not None:
-        return ConvertingMover(shared), None
+        blocks = SharedBlocks(shared, part_bytes(pieces.payload_bytes))
+        return PieceMover(blocks, TwinCopier(load=blocks.load(), store=blocks.store())), None
     if device.type == "cpu":
-        return PieceMover(pieces, TwinCopier(max_blocks=1 << 20)), None
+        return PieceMover(pieces, TwinCopier(max_blocks=_MAX_PIECES)), None
     if device.type != "cuda":
         raise FailedPrecondition(f"KV on a device of the kind {device.type} cannot be copied")
     from engine_adapter.cuda_copier import CudaCopier

@@ -46,17 +46,19 @@ def slow_copies(driver: Driver, seconds: float, direction: str) -> None:
 
     from engine_adapter.copier import Direction
 
-    working = get_kv_transfer_group()._rank._working
-    mover = working._mover
-    if not hasattr(mover, "plain"):
-        mover.plain, mover.slow = mover._layers.move, [0.0, 0.0]
+    copier = get_kv_transfer_group()._rank._working._mover._copier
+    if not hasattr(copier, "slow"):
+        copier.slow, plain = [0.0, 0.0], copier._copies
 
-        def move(way: Any, page: int, slot: int) -> None:
-            time.sleep(mover.slow[way])
-            mover.plain(way, page, slot)
+        def slowly(way: int) -> Any:
+            def copy(*arguments: int) -> None:
+                time.sleep(copier.slow[way])
+                plain[way](*arguments)
 
-        mover._layers = type("Slow", (), {"move": staticmethod(move)})()
-    mover.slow[Direction[direction]] = seconds
+            return copy
+
+        copier._copies = tuple(slowly(way) for way in range(2))
+    copier.slow[Direction[direction]] = seconds
 
 
 def fail_loads(driver: Driver, blocks: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine_adapter.copier import Direction, TwinCopier
-from engine_adapter.external.moving import BlockMover, ConvertingMover, PieceMover, Ticket
+from engine_adapter.external.moving import BlockMover, PieceMover, SharedBlocks, Ticket
 from engine_adapter.external.pages import Dimension, LayerPages, PieceMap, SharedLayer, part_bytes
 from kvstore.errors import InvalidArgument
 from kvstore.geometry import Geometry, LayerGroup
@@ -103,14 +103,16 @@ def test_converted_it_is_what_the_bundled_engine_has(layout: str) -> None:
     view = cache(layout)
     group = LayerGroup(layers=L, kv_heads=H, head_dim=C // 2, block_tokens=N)
     geometry = Geometry(groups=(group,), dtype="float16")
-    mover = ConvertingMover(shared_of(view))
-    slots = np.zeros((2, geometry.slot_bytes), dtype=np.uint8)
+    blocks = SharedBlocks(shared_of(view), geometry.slot_bytes)
+    mover = PieceMover(blocks, TwinCopier(load=blocks.load(), store=blocks.store()))
+    slots = np.full((2, geometry.slot_bytes), 255, dtype=np.uint8)
     try:
         before = view.copy()
         move(mover, Direction.STORE, [1, 4], slots)
         payload = slots[:, : geometry.payload_bytes].view(np.uint16).reshape(2, L, 2, H, N, C // 2)
         assert np.array_equal(payload[:, :, 0], before[:, [1, 4], :, :, : C // 2].swapaxes(0, 1))
         assert np.array_equal(payload[:, :, 1], before[:, [1, 4], :, :, C // 2 :].swapaxes(0, 1))
+        assert not slots[:, geometry.payload_bytes :].any()  # never what another block left there
         view[:, [2, 3]] = 0
         move(mover, Direction.LOAD, [2, 3], slots)
     finally:
@@ -180,7 +182,7 @@ def test_no_layers_are_no_map() -> None:
 
 def test_a_ticket_that_waits_can_be_taken_back() -> None:
     view = cache("LBHNC")
-    mover = ConvertingMover(shared_of(view))
+    mover = PieceMover(PieceMap(layers_of(view)), TwinCopier())
     going, gate = threading.Event(), threading.Event()
     slots = np.zeros((1, 4096), dtype=np.uint8)
     address = np.array([slots.ctypes.data], dtype=np.uint64)
