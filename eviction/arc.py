@@ -23,8 +23,8 @@ class ArcPolicy(CachePolicy):
     def __init__(self, *, rows: int, capacity_blocks: int) -> None:
         super().__init__(rows=rows, capacity_blocks=capacity_blocks)
         self._once, self._again = Order(rows), Order(rows)
-        self._once_left = Ghosts(rows=rows, capacity_blocks=capacity_blocks)
-        self._again_left = Ghosts(rows=rows, capacity_blocks=capacity_blocks)
+        self._once_left = Ghosts(capacity_blocks=capacity_blocks)
+        self._again_left = Ghosts(capacity_blocks=capacity_blocks)
         self._once_share = 0.0  # blocks that the list of those used once should have
         self._name = np.zeros(rows, dtype=np.uint64)
 

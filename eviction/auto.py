@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from eviction.arc import ArcPolicy
-from eviction.base import MayGo, Policy, PolicyFactory, Rows, Use
+from eviction.base import MayGo, Policy, PolicyFactory, Rows, Stop, Use
 from eviction.hazard import HazardPolicy
 from eviction.lru import LruPolicy
 from eviction.s3fifo import S3FifoPolicy
@@ -59,6 +59,11 @@ class AutoPolicy:
         self._depths[use.rows] = use.depths
         if self.shadows.use(use):
             self._judge()
+
+    def ended(self, rows: Rows, stop: Stop) -> None:
+        """For who learns from it."""
+        self._hazard.ended(rows, stop)
+        self.shadows.ended(self._names[rows], stop)
 
     def expect(self, waiting: Sequence[Rows]) -> None:
         """For whoever is in charge."""

@@ -72,6 +72,13 @@ class Policy(Protocol):
         """Touches and inserts. Amortised O(n)."""
         ...
 
+    def ended(self, rows: Rows, stop: Stop, /) -> None:
+        """The answer to a prompt of these blocks ended, for that reason: what was not known yet when they were used.
+
+        Rows that are not cached are passed over. O(n).
+        """
+        ...
+
     def expect(self, waiting: Sequence[Rows], /) -> None:
         """What the requests in the waiting queue will use, next first; replaces all that was said before.
 

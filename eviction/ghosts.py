@@ -5,19 +5,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.names import Names
+from eviction.names import NOWHERE, Names
 from eviction.order import Order
 
 __all__ = ["Ghosts"]
 
+_PLACES = 4  # a block of the cache, so that hardly a bucket is ever full (`Names`)
+_FEWEST_PLACES = 1 << 12
+
 
 class Ghosts:
-    """A bounded queue of names. Names that share a place of the table push each other out (`Names`)."""
+    """A bounded queue of names."""
 
     __slots__ = ("_names", "_order")
 
-    def __init__(self, *, rows: int, capacity_blocks: int) -> None:
-        self._names = Names(max(rows, 4 * capacity_blocks))
+    def __init__(self, *, capacity_blocks: int) -> None:
+        self._names = Names(max(_PLACES * capacity_blocks, _FEWEST_PLACES))
         self._order = Order(len(self._names))
 
     def __len__(self) -> int:
@@ -25,19 +28,23 @@ class Ghosts:
 
     def add(self, names: NDArray[np.uint64]) -> None:
         """The newest, in this order; distinct."""
-        places = self._names.put(names)
-        held = self._names.hold(places, names)  # but for those that others of these pushed out
-        self._order.append(places if held.all() else places[held])
+        places = self._names.find(names)
+        new = places == NOWHERE
+        if new.any():
+            self._order.append(places[~new].astype(np.uint32))  # so that none of these has to make way
+            places[new] = self._names.put(names[new], self._order.places)
+        self._order.append(places[places != NOWHERE].astype(np.uint32))
 
     def known(self, names: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """[n] whether each is a ghost."""
-        places = self._names.places(names)
-        found: NDArray[np.bool_] = self._order.has(places) & self._names.hold(places, names)
+        places = self._names.find(names)
+        found: NDArray[np.bool_] = places != NOWHERE
+        found[found] = self._order.has(places[found].astype(np.uint32))
         return found
 
     def discard(self, names: NDArray[np.uint64]) -> None:
         """These, all known, are ghosts no more."""
-        self._order.remove(self._names.places(names))
+        self._order.remove(self._names.find(names).astype(np.uint32))
 
     def trim(self, most: int) -> None:
         """The oldest go until there are at most so many."""

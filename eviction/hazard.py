@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import Rows, Stop, Use
-from eviction.names import Names
+from eviction.names import NOWHERE, Names
 from eviction.ranked import Entries, RankedPolicy
 from eviction.reuse_ages import BUCKETS, ReuseAges, age_buckets, age_cuts
 
@@ -46,8 +46,12 @@ class HazardPolicy(RankedPolicy):
         remembered = max(_REMEMBERED * capacity_blocks, _FEWEST_REMEMBERED)
         self._names = Names(max(rows, remembered))
         places = len(self._names)
-        self._life = np.full(places, -1, dtype=np.int64)  # [places] the open life of what is named there
-        self._uses = np.zeros(places, dtype=np.int64)  # [places] so far, at most _MOST_USES - 1
+        self._life = np.zeros(
+            places, dtype=np.int64
+        )  # [places] one more than the open life of what is named there
+        self._uses = np.zeros(places, dtype=np.uint8)  # [places] so far, at most _MOST_USES - 1
+        self._class_of = np.zeros(rows, dtype=np.uint16)  # [rows] class and open life of the last use
+        self._life_of = np.zeros(rows, dtype=np.int64)
         self._ages = ReuseAges((_MOST_USES, _GAPS * _STOPS), remembered)
         self._refresh_at = self._uses_to_refresh = 0
         self._teacher = self if teacher is None else teacher
@@ -58,20 +62,26 @@ class HazardPolicy(RankedPolicy):
         return self._ages.worth
 
     def _classify(self, use: Use) -> I64:
-        places, gaps = self._names.places(use.names), np.full(len(use.names), _NO_GAP)
-        known = self._names.hold(places, use.names)
-        if not known.all():
-            self._names.put(use.names[~known])
-            self._uses[places[~known]] = 0
-            places_known = places[known]
-            gaps[known] = self._gaps(self._life[places_known], use.now_s)
-        else:
-            gaps = self._gaps(self._life[places], use.now_s)
-        uses = self._uses[places]  # before this one
-        self._uses[places] = np.minimum(uses + 1, _MOST_USES - 1)
+        places = self._names.find(use.names)
+        known = places != NOWHERE
+        uses = np.zeros(len(places), dtype=np.int64)  # before this one
+        gaps = np.full(len(places), _NO_GAP)
+        if known.any():
+            old = places[known]
+            uses[known] = self._uses[old]
+            ages = self._ages.end(self._life[old] - 1, use.now_s)
+            gaps[known] = np.minimum(age_buckets(ages) // _GAP_BUCKETS, _NO_GAP)
         classes: I64 = (uses * _GAPS + gaps) * _STOPS + int(use.stop)
-        first = self._ages.begin(classes, use.now_s)
-        self._life[places] = np.arange(first, first + len(places))
+        lives = np.arange(len(places)) + self._ages.begin(classes, use.now_s)
+        self._class_of[use.rows], self._life_of[use.rows] = classes, lives
+        self._life[places[known]] = lives[known] + 1  # first, so that none of these has to make way
+        if not known.all():
+            places[~known] = self._put(use.names[~known])
+        placed = places != NOWHERE
+        self._uses[places[placed]] = np.minimum(uses[placed] + 1, _MOST_USES - 1)
+        self._life[places[placed]] = lives[placed] + 1
+        if not placed.all():
+            self._ages.forget(lives[~placed])
         self._uses_to_refresh -= 1
         if self._teacher is self and self._ages.lives >= self._refresh_at and self._uses_to_refresh <= 0:
             self._ages.refresh(use.now_s)
@@ -80,10 +90,22 @@ class HazardPolicy(RankedPolicy):
             self._refresh_at = self._ages.lives + min(_REFRESH_LIVES, 256 + self._ages.lives // 4)
         return classes
 
-    def _gaps(self, lives: I64, now_s: float) -> I64:
-        """[n] classes of the ages at which lives end now."""
-        found: I64 = np.minimum(age_buckets(self._ages.end(lives, now_s)) // _GAP_BUCKETS, _NO_GAP)
-        return found
+    def _put(self, names: NDArray[np.uint64]) -> I64:
+        """[n] places of new names; those that they push out are no longer followed."""
+        places = self._names.put(names, self._life)
+        forgotten = self._life[places[places != NOWHERE]]
+        self._ages.forget(forgotten[forgotten > 0] - 1)
+        return places
+
+    def _ended(self, rows: Rows, stop: Stop) -> None:
+        """Their lives, and they, are of the classes of that reason from now on."""
+        classes = self._class_of[rows].astype(np.int64) // _STOPS * _STOPS + int(stop)
+        changed = classes != self._class_of[rows]
+        rows, classes = rows[changed], classes[changed]
+        if len(rows):
+            self._class_of[rows] = classes
+            self._ages.relabel(self._life_of[rows], classes)
+            self._enter(rows[::-1], classes[::-1])
 
     def _mark(self) -> float:
         return self._now_s

@@ -1,7 +1,9 @@
-"""What left a cache, by name, so that it is recognised when it comes back in another row.
+"""Blocks by name, so that one is recognised when it comes back in another row.
 
-One column of names in a table that is addressed by the name itself: what collides is forgotten, which costs a policy
-a little knowledge and nothing else. Names below the table's size never collide (a simulation uses its block numbers).
+A table of buckets, addressed by the name itself. A name that is put where its bucket is full takes the place of what
+the owner calls the oldest there, so the table forgets about in order, and what is forgotten has left at once. One place
+a name would lose many names that are still of use: with as many names as places a third, and a policy that takes known
+blocks for new ones is worse than one that knows nothing (measured: 3.5 points of hit rate on Mooncake conversation).
 """
 
 from __future__ import annotations
@@ -9,35 +11,64 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Names"]
+__all__ = ["NOWHERE", "Names"]
 
-_NO_NAME = np.uint64(0xFFFFFFFFFFFFFFFF)
+I64 = NDArray[np.int64]
+
+NOWHERE = -1
+_WAYS = 8
+"""Places of a bucket: eight names are one cache line."""
+_NONE, _ONE = np.uint64(0), np.uint64(1)  # a place holds its name plus one, so that an empty table is zeros
 
 
 class Names:
-    """Places of names. A place holds the last name that was put there."""
+    """Places of names. What the owner knows of a name it keeps in columns of its own, by place."""
 
-    __slots__ = ("_mask", "_names")
+    __slots__ = ("_buckets", "_mask")
 
     def __init__(self, at_least: int) -> None:
-        size = 1 << max(at_least - 1, 1).bit_length()
-        self._names = np.full(size, _NO_NAME)
-        self._mask = np.uint64(size - 1)
+        count = 1 << max(-(-at_least // _WAYS) - 1, 0).bit_length()
+        self._buckets = np.zeros((count, _WAYS), dtype=np.uint64)
+        self._mask = np.uint64(count - 1)
 
     def __len__(self) -> int:
-        return len(self._names)
+        """Places."""
+        return self._buckets.size
 
-    def places(self, names: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """[n] where each name stands if it stands anywhere."""
-        return (names & self._mask).astype(np.uint32)
+    def find(self, names: NDArray[np.uint64]) -> I64:
+        """[n] the place of each name, NOWHERE where it is not known."""
+        buckets = (names & self._mask).astype(np.int64)
+        same = self._buckets[buckets] == (names + _ONE)[:, None]
+        ways = same.argmax(axis=1)
+        found: I64 = buckets * _WAYS + ways
+        found[~same[np.arange(len(names)), ways]] = NOWHERE
+        return found
 
-    def put(self, names: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """[n] the names' places, theirs now."""
-        places = self.places(names)
-        self._names[places] = names
+    def put(self, names: NDArray[np.uint64], ages: I64) -> I64:
+        """[n] places of distinct names that are not known yet; NOWHERE for those beyond a bucket's places.
+
+        `ages` is a column of the owner's, by place: of a full bucket the least goes; what is not in use is 0 there.
+        """
+        n = len(names)
+        buckets = (names & self._mask).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        of_bucket = buckets[order]
+        first = np.flatnonzero(np.concatenate(([True], of_bucket[1:] != of_bucket[:-1]))[:n])
+        turn = np.empty(
+            n, dtype=np.int64
+        )  # the first of these names in a bucket takes its oldest place, and so on
+        turn[order] = np.arange(n) - np.repeat(first, np.diff(np.concatenate((first, [n]))))
+        placed = np.flatnonzero(turn < _WAYS)
+        oldest = ages.reshape(-1, _WAYS)[buckets[placed]]
+        alone = turn[placed].max(initial=0) == 0
+        ways = oldest.argmin(axis=1) if alone else _ranked(oldest, turn[placed])
+        places = np.full(n, NOWHERE, dtype=np.int64)
+        places[placed] = buckets[placed] * _WAYS + ways
+        self._buckets.reshape(-1)[places[placed]] = names[placed] + _ONE
         return places
 
-    def hold(self, places: NDArray[np.uint32], names: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """[n] whether each place holds that name."""
-        found: NDArray[np.bool_] = self._names[places] == names
-        return found
+
+def _ranked(ages: I64, turns: I64) -> I64:
+    """[n] of each row of ages the way that comes at that turn, the oldest first."""
+    found: I64 = np.argsort(ages, axis=1, kind="stable")[np.arange(len(turns)), turns]
+    return found

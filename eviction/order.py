@@ -14,7 +14,7 @@ from eviction.base import MayGo, Rows
 
 __all__ = ["Order"]
 
-_NOWHERE = np.int64(-1)
+_NOWHERE = np.int64(0)  # serial numbers begin at 1, so that a new order is zeros, which take no memory
 _FIRST_LOG_ROWS = 1024
 _FEWEST_SCANNED = 64
 _MOST_SCANNED = 1 << 17
@@ -27,9 +27,9 @@ class Order:
     __slots__ = ("_base", "_count", "_end", "_log", "_place", "_start")
 
     def __init__(self, rows: int) -> None:
-        self._place = np.full(rows, _NOWHERE)  # [rows] serial number of the row's entry
+        self._place = np.zeros(rows, dtype=np.int64)  # [rows] serial number of the row's entry
         self._log = np.empty(_FIRST_LOG_ROWS, dtype=np.uint32)
-        self._base = 0  # serial number of _log[0]
+        self._base = 1  # serial number of _log[0]
         self._start = 0  # nothing that counts stands before it in _log
         self._end = 0
         self._count = 0
@@ -37,9 +37,14 @@ class Order:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """[rows] ascending in order; 0: not in it. Not to be changed."""
+        return self._place
+
     def has(self, rows: Rows) -> NDArray[np.bool_]:
         """[n] whether each row is in the order."""
-        found: NDArray[np.bool_] = self._place[rows] >= 0
+        found: NDArray[np.bool_] = self._place[rows] > 0
         return found
 
     def append(self, rows: Rows) -> None:
@@ -47,7 +52,7 @@ class Order:
         n = len(rows)
         if self._end + n > len(self._log):
             self._pack(n)
-        self._count += n - int(np.count_nonzero(self._place[rows] >= 0))
+        self._count += n - int(np.count_nonzero(self._place[rows] > 0))
         self._log[self._end : self._end + n] = rows
         first = self._base + self._end
         self._place[rows] = np.arange(first, first + n)
@@ -55,7 +60,7 @@ class Order:
 
     def remove(self, rows: Rows) -> None:
         """Distinct; what is not in the order is passed over."""
-        self._count -= int(np.count_nonzero(self._place[rows] >= 0))
+        self._count -= int(np.count_nonzero(self._place[rows] > 0))
         self._place[rows] = _NOWHERE
 
     def clear(self) -> None:
@@ -100,7 +105,7 @@ class Order:
     def check_integrity(self) -> None:
         """Raises AssertionError where count, log and places differ. O(rows)."""
         rows = self.rows()
-        assert len(rows) == self._count == np.count_nonzero(self._place >= 0)
+        assert len(rows) == self._count == np.count_nonzero(self._place > 0)
 
     def _pack(self, room: int) -> None:
         """Drops entries that no longer count; at least half of the log is free after it."""

@@ -149,7 +149,11 @@ class RankedPolicy(CachePolicy):
     # -- CachePolicy
 
     def _used(self, use: Use) -> None:
-        classes, rows, n = self._classify(use)[::-1], use.rows[::-1], len(use.rows)
+        self._enter(use.rows[::-1], self._classify(use)[::-1])
+
+    def _enter(self, rows: Rows, classes: I64) -> None:
+        """These are the last that were used, in this order, and of these classes."""
+        n = len(rows)
         if self._young_count + n > len(self._young_rows):
             self._put_away(n)
         first, stop = self._young_count, self._young_count + n

@@ -31,6 +31,8 @@ BUCKETS = 40
 _EDGES_S: F64 = np.concatenate(([0.0], _FIRST_AGE_S * 2.0 ** (np.arange(BUCKETS) / _BUCKETS_AN_OCTAVE)))
 _WIDTHS_S: F64 = np.diff(_EDGES_S)
 _ALIVE = np.inf
+_FORGOTTEN = -np.inf
+"""End of a life that nobody would notice any more: it counts in no further bucket."""
 _SHRINK_LIVES = 200.0
 """A class with fewer lives than this in a bucket is mostly believed to be like all others: blocks of a prompt live and
 end together, so these are only the lives of some prompts."""
@@ -123,6 +125,18 @@ class ReuseAges:
         self._ended[at[known]] = now_s
         ages[known] = now_s - self._began[at[known]]
         return ages
+
+    def forget(self, lives: I64) -> None:
+        """Nobody will say when these end: what they outlived counts, what they would have does not. O(n)."""
+        at = lives - self._base
+        self._ended[at[at >= 0]] = _FORGOTTEN
+
+    def relabel(self, lives: I64, classes: I64) -> None:
+        """These are of other classes, in what is still to be counted of them. O(n)."""
+        at = lives - self._base
+        known = at >= 0
+        self._class[at[known]] = classes[known]
+        self._seen[classes] = True
 
     def refresh(self, now_s: float) -> None:
         """Counts what could be counted since the last time, and makes the worth anew. O(new lives + classes)."""

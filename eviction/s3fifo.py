@@ -28,7 +28,7 @@ class S3FifoPolicy(CachePolicy):
         super().__init__(rows=rows, capacity_blocks=capacity_blocks)
         self._small, self._main = Order(rows), Order(rows)
         self._small_most = max(capacity_blocks // _SMALL_SHARE, 1)
-        self._ghosts = Ghosts(rows=rows, capacity_blocks=capacity_blocks)
+        self._ghosts = Ghosts(capacity_blocks=capacity_blocks)
         self._uses = np.zeros(rows, dtype=np.int8)
         self._name = np.zeros(rows, dtype=np.uint64)
 

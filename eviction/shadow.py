@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Policy, PolicyFactory, Use
+from eviction.base import Policy, PolicyFactory, Stop, Use
 
 __all__ = ["Shadows"]
 
@@ -56,6 +56,7 @@ class Shadows:
         }
         self._rows: list[NDArray[np.uint32]] = []
         self._depths: list[NDArray[np.uint32]] = []
+        self._ends: list[tuple[NDArray[np.uint32], Stop]] = []
         self._batch = 0
         self.seen = 0.0
         """Sampled blocks, the older the less."""
@@ -68,7 +69,7 @@ class Shadows:
         mixed = _mixed(use.names)
         chosen = np.flatnonzero((mixed & self._unsampled) == 0)
         if len(chosen):
-            self._rows.append(((mixed[chosen] >> self._shift) & np.uint64(self._size - 1)).astype(np.uint32))
+            self._rows.append(self._row_of(mixed[chosen]))
             self._depths.append(use.depths[chosen])
             self._batch += len(chosen)
         if self._batch * _BATCH_SHARE < self._blocks or not self._batch:
@@ -76,10 +77,20 @@ class Shadows:
         self._flush(use)
         return True
 
+    def ended(self, names: NDArray[np.uint64], stop: Stop) -> None:
+        """The answer to a prompt of these blocks ended, for that reason."""
+        mixed = _mixed(names)
+        chosen = mixed[(mixed & self._unsampled) == 0]
+        if len(chosen):
+            self._ends.append((self._row_of(chosen), stop))
+
     def lead(self, one: str, other: str) -> tuple[float, float]:
         """How much more often `one` hit than `other`, as a share of the blocks, and in standard deviations of that."""
         difference = self.hits[one] - self.hits[other]
         return difference / max(self.seen, 1.0), difference / max(self._squares[one, other], 1.0) ** 0.5
+
+    def _row_of(self, mixed: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        return ((mixed >> self._shift) & np.uint64(self._size - 1)).astype(np.uint32)
 
     def _flush(self, use: Use) -> None:
         """What has come since the last time is used at once; the last of each block counts, any before it hits."""
@@ -100,13 +111,15 @@ class Shadows:
             self.hits[name] = self.hits[name] * fade + hits[name]
             policy.use(replace(use, rows=rows, fresh=~cached, names=names, depths=depths))
             here[rows] = True
+            for ended, stop in self._ends:
+                policy.ended(np.unique(ended), stop)
             over = len(policy) - self._blocks
             if over > 0:
                 here[policy.victims(over, use.now_s)] = False
         for one, other in self._squares:
             square = (hits[one] - hits[other]) ** 2
             self._squares[one, other] = self._squares[one, other] * fade + square
-        self._rows, self._depths, self._batch = [], [], 0
+        self._rows, self._depths, self._ends, self._batch = [], [], [], 0
 
 
 def _mixed(names: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import MayGo, Rows, Use
+from eviction.base import MayGo, Rows, Stop, Use
 
 __all__ = ["CachePolicy"]
 
@@ -39,6 +39,10 @@ class CachePolicy(ABC):
         self._cached[use.rows] = True
         self._count += int(np.count_nonzero(use.fresh))
         self._used(use)
+
+    def ended(self, rows: Rows, stop: Stop) -> None:
+        """What is not cached is passed over."""
+        self._ended(rows[self._cached[rows]], stop)
 
     def expect(self, waiting: Sequence[Rows]) -> None:
         """What waits, next first. O(rows in it)."""
@@ -85,6 +89,10 @@ class CachePolicy(ABC):
     @abstractmethod
     def _forget(self, rows: Rows) -> None:
         """These, all cached, leave the policy's order."""
+
+    def _ended(self, _rows: Rows, _stop: Stop) -> None:
+        """The answer to a prompt of these, all cached, ended. A policy that learns from it says how."""
+        return
 
     def _unexpected(self, may_go: MayGo | None) -> MayGo:
         """Of what may go, what nobody waits for."""

@@ -84,6 +84,7 @@ class Attaching:
         state = self._state
         state.waits.forget_session(session.id)
         self._prefetching.forget_session(session)
+        state.rankings.forget_session(session.id)
         session.unseen.clear()
         session.want_slots = session.want_room = 0
         held = state.hbm.held_by(session.holder)

@@ -1,23 +1,23 @@
 """Making room: free slots of a class, by cutting unassigned extents first and by evicting after that.
 
 Owns the victims chosen ahead: a batch at a time, checked again when each is used, so that a grant in need of one slot
-does not look at a million. In a large class only the windows are searched where a sample of the whole class finds old
-blocks: the cost of a search does not grow with the tier, and the order is LRU up to the sample's error.
+does not look at a million. Where the tier has a policy of its own (`kvstore.ranking`) that names them; else, and where
+it does not know any, the store's own key does (`kvstore.by_key`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import MayGo, Policy
+from eviction.base import MayGo
+from kvstore.by_key import ONLY_COPY_MS, ByKey, Chosen, lower
 from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
-from kvstore.moves import U32, U64, MissCause
+from kvstore.moves import U32, MissCause
 from kvstore.quotas import ANYBODY
+from kvstore.ranking import Ranking
 from kvstore.slots import ClassKey, SlotClass, SlotPool
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import PINNED
@@ -25,12 +25,6 @@ from kvstore.turns import Turns
 
 __all__ = ["Evictor"]
 
-_ONLY_COPY_KEY = np.uint64(300_000 << 20)
-"""A block that no lower tier has counts as used five minutes later than it was: what is lower too goes first, and
-stale blocks that were never written down still go in the end."""
-_SMALL_CLASS_SLOTS = 1 << 15  # searched as a whole
-_WINDOW_SLOTS = 1 << 13
-_MAX_WINDOWS = 4  # searched at once where anything is found: 0.2 ms each
 _SAMPLE_SLOTS = 4096
 _TURN_SLOTS = 1024
 _ROW_WINDOW = 1 << 16
@@ -39,30 +33,16 @@ _STATE_BITS = np.uint64(0xFF)
 _ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """Victims chosen ahead, in order, as they were then."""
-
-    slots: U32
-    touches: U64
-    wanted: NDArray[np.bool_]
-    """Whether a queued request wanted each then: what is wanted only since is no victim of this choice."""
-
-    def keep(self, which: slice | NDArray[np.bool_]) -> None:
-        """The others are used up."""
-        self.slots, self.touches, self.wanted = self.slots[which], self.touches[which], self.wanted[which]
-
-
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_chosen", "_hand", "_refilling", "_row_hand", "_state", "_turns", "leaving", "short")
+    __slots__ = ("_by_key", "_chosen", "_refilling", "_row_hand", "_state", "_turns", "leaving", "short")
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._turns = Turns(state.quotas)
-        self._chosen: dict[tuple[Tier, ClassKey, bytes], _Chosen] = {}
-        self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
+        self._chosen: dict[tuple[Tier, ClassKey, bytes], Chosen] = {}
+        self._by_key = ByKey(state, self.evictable)
         self._row_hand = 0
         self._refilling: set[tuple[Tier, ClassKey]] = set()
         """Classes whose reserve fell below the low mark and has not reached the high one."""
@@ -115,6 +95,7 @@ class Evictor:
 
     def keep_reserves(self) -> None:
         """The background's part: extents change class, and rows and slots of each class stay free."""
+        self._state.rankings.tick(self._state.now_ms)
         self.rebalance()
         self.keep_rows()
         for tier in Tier:
@@ -258,38 +239,43 @@ class Evictor:
         if owner.exhausted:
             return NO_SLOTS
         ranking = self._state.rankings.get(pool.tier)
-        if ranking is not None:
-            return self._ranked(pool, owner, ranking, count)
+        if ranking is not None and ranking.all_known:
+            victims = self._ranked(pool, owner, ranking, count)
+            if len(victims):
+                return victims
         name = (pool.tier, owner.key, self._turns.name)
         chosen = self._chosen.get(name)
         while True:
             if chosen is None or not len(chosen.slots):
-                chosen = self._choose(
-                    pool, owner, max(count, self._state.limits.victim_batch, owner.slots // 256)
-                )
+                ahead = max(count, self._state.limits.victim_batch, owner.slots // 256)
+                few = self._turns.few(pool.tier, owner)
+                chosen = self._by_key.choose(pool, owner, ahead, few)
                 self._chosen[name] = chosen
                 if not len(chosen.slots):
                     owner.exhausted = True
                     return NO_SLOTS
-            slots, good = chosen.slots[:count], self._still_good(pool, chosen, count)
+            slots, good = chosen.slots[:count], self._by_key.still_good(pool, chosen, count)
             chosen.keep(slice(count, None))
             if good.any():
-                return slots[good]
+                return slots[good] if ranking is None else self._strangers(pool, owner, ranking, slots[good])
 
-    def _still_good(self, pool: SlotPool, chosen: _Chosen, count: int) -> NDArray[np.bool_]:
-        """[count, or fewer] whether the next victims are as they were when they were chosen."""
-        slots, state = chosen.slots[:count], self._state
-        good = self.evictable(pool, slots)
-        rows = pool.row[slots[good]]
-        same = state.columns.touch[rows] == chosen.touches[:count][good]
-        good[good] = same & ((state.queued.wanted[rows] == 0) | chosen.wanted[:count][good])
-        return good
+    def _strangers(self, pool: SlotPool, owner: SlotClass, ranking: Ranking, victims: U32) -> U32:
+        """Of victims by the store's own key those that a policy does not know, which go before all that it knows; where
+        there are none any more it names the victims."""
+        if ranking.all_known:  # it named none: these are what queued requests want
+            return victims
+        strangers = victims[~ranking.knows(pool.row[victims])]
+        if len(strangers):
+            return strangers
+        ranking.all_known = True
+        named = self._ranked(pool, owner, ranking, len(victims))
+        return named if len(named) else victims
 
     def _victims_among(self, owner: SlotClass, may_go: MayGo, count: int) -> U32:
         """Up to `count` slots of DRAM whose blocks `may_go` lets go; one look at the next victims."""
         state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key, self._turns.name)
         ranking = state.rankings.get(Tier.DRAM)
-        if ranking is not None:
+        if ranking is not None and ranking.all_known:
             return self._ranked(pool, owner, ranking, count, may_go)
         found: list[U32] = []
         for chosen in (
@@ -300,8 +286,8 @@ class Evictor:
                 if count <= 0:
                     break
                 ahead = max(count, state.limits.victim_batch, owner.slots // 256)
-                chosen = self._chosen[name] = self._choose(pool, owner, ahead)
-            good = self._still_good(pool, chosen, len(chosen.slots))
+                chosen = self._chosen[name] = self._by_key.choose(pool, owner, ahead)
+            good = self._by_key.still_good(pool, chosen, len(chosen.slots))
             good[good] = may_go(pool.row[chosen.slots[good]])
             good[np.flatnonzero(good)[count:]] = False
             found.append(chosen.slots[good])
@@ -310,106 +296,38 @@ class Evictor:
         return np.unique(np.concatenate(found))
 
     def _ranked(
-        self, pool: SlotPool, owner: SlotClass, ranking: Policy, count: int, spare: MayGo | None = None
+        self, pool: SlotPool, owner: SlotClass, ranking: Ranking, count: int, spare: MayGo | None = None
     ) -> U32:
-        """Up to `count` victims that a policy of the tier's own names; they have left it, so all must go now."""
-        columns = self._state.columns
-        column = columns.dram if pool.tier is Tier.DRAM else columns.nvme
+        """Up to `count` victims that a policy of the tier's own names; they have left it, so all must go now.
+
+        What a queued request wants it does not name, nor, while there is other, what has lost its only copy then.
+        """
+        state, columns = self._state, self._state.columns
+        state.rankings.tell(state.now_ms / 1000)
         of_class = np.zeros(len(columns.extent_state), dtype=np.bool_)
         of_class[owner.extents] = True
+        safe_before = max(state.now_ms - ONLY_COPY_MS, 0) << 20
 
-        def may_go(rows: U32) -> NDArray[np.bool_]:
-            slots = column[rows]
-            good: NDArray[np.bool_] = slots != NONE
-            slots = slots[good]
-            good[good] = self.evictable(pool, slots) & of_class[pool.extent[slots]]
-            if spare is not None:
-                good[good] = spare(rows[good])
+        def may_go(slots: U32) -> NDArray[np.bool_]:
+            good = self.evictable(pool, slots) & of_class[pool.extent[slots]]
+            rows = pool.row[slots[good]]
+            good[good] = state.queued.wanted[rows] == 0 if spare is None else spare(rows)
             return good
 
-        victims: U32 = column[ranking.victims(count, self._state.now_ms / 1000, may_go)]
-        if not len(victims) and spare is None:
-            owner.exhausted = True
-        return victims
+        def expendable(slots: U32) -> NDArray[np.bool_]:
+            good = may_go(slots)
+            rows = pool.row[slots[good]]
+            if pool.tier is Tier.DRAM:
+                good[good] = lower(columns, Tier.DRAM, rows) | (columns.touch[rows] < np.uint64(safe_before))
+            else:
+                good[good] = (columns.dram[rows] == NONE) & (columns.hbm[:, rows] == NONE).all(axis=0)
+            return good
 
-    def _choose(self, pool: SlotPool, owner: SlotClass, count: int) -> _Chosen:
-        ranges = owner.free.ranges()
-        if owner.slots <= _SMALL_CLASS_SLOTS:
-            return self._best(pool, _slots_of(ranges, 0, 1), count)
-        found = self._oldest(pool, owner, ranges, count)
-        if not len(found):  # no block of the sample may go: perhaps some other may
-            found = _slots_of(ranges, 0, 1)
-        return self._best(pool, found, count)
-
-    def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
-        """Evictable slots of a large class, of those that go first: about `count`, fewer where they lie scattered.
-
-        A sample of the whole class says below which key twice as many lie, or a 32nd of all, and where: chains are
-        stored together, so what is old lies in few windows, and only those are searched.
-        """
-        stride = max(1, owner.slots // _SAMPLE_SLOTS)
-        self._hand[pool.tier, owner.key] += 1
-        sample = _slots_of(ranges, self._hand[pool.tier, owner.key] % stride, stride)
-        sample = sample[self.evictable(pool, sample)]
-        if not len(sample):
-            return NO_SLOTS
-        keys = self._keys(pool, sample)
-        rank = min(max(-(-2 * count // stride), len(keys) // 32), len(keys) - 1)
-        threshold = np.partition(keys, rank)[rank]
-        windows, hits = np.unique(sample[keys <= threshold] // _WINDOW_SLOTS, return_counts=True)
-        parts: list[U32] = []
-        found = 0
-        for searched, window in enumerate(windows[np.argsort(-hits, kind="stable")].tolist(), start=1):
-            parts.append(self._below(pool, owner, window * _WINDOW_SLOTS, threshold))
-            found += len(parts[-1])
-            if found >= count or (found and searched >= _MAX_WINDOWS):
-                break
-        return np.concatenate(parts)
-
-    def _below(self, pool: SlotPool, owner: SlotClass, low: int, threshold: np.uint64) -> U32:
-        """Evictable slots of one window with keys up to `threshold`."""
-        high = low + _WINDOW_SLOTS
-        good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
-        if len(pool.holders):
-            good &= pool.holders[low:high] == 0
-        slots = (np.flatnonzero(good) + low).astype(np.uint32)
-        slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
-        of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
-        of_class[owner.extents] = True
-        slots = slots[of_class[pool.extent[slots]]]
-        slots = slots[self.evictable(pool, slots)]
-        below: U32 = slots[self._keys(pool, slots) <= threshold]
-        return below
-
-    def _best(self, pool: SlotPool, slots: U32, count: int) -> _Chosen:
-        """What the policy takes of these slots."""
-        eligible = self.evictable(pool, slots)
-        keys = np.zeros(len(slots), dtype=np.uint64)
-        keys[eligible] = self._keys(pool, slots[eligible])
-        best = slots[self._state.policy.victims(keys, eligible, count)]
-        rows = pool.row[best]
-        return _Chosen(best, self._state.columns.touch[rows], self._state.queued.wanted[rows] > 0)
-
-    def _keys(self, pool: SlotPool, slots: U32) -> U64:
-        """[n] eviction keys of SEALED slots."""
-        rows = pool.row[slots]
-        columns = self._state.columns
-        keys = columns.touch[rows]
-        self._state.queued.raise_keys(keys, rows, columns.depth)
-        if pool.tier is Tier.NVME:
-            return keys
-        only = ~self._lower(pool.tier, rows)
-        keys[only] += _ONLY_COPY_KEY
-        return keys
-
-    def _lower(self, tier: Tier, rows: U32) -> NDArray[np.bool_]:
-        """[n] whether a lower tier has the block as well."""
-        columns = self._state.columns
-        lower = columns.nvme[rows] != NONE
-        if tier is Tier.HBM:
-            lower |= columns.dram[rows] != NONE
-        found: NDArray[np.bool_] = lower
-        return found
+        now_s = state.now_ms / 1000
+        if not any(c.slots for c in state.nvme.classes.values()):
+            return ranking.victims(count, now_s, may_go)
+        victims = ranking.victims(count, now_s, expendable)
+        return victims if len(victims) else ranking.victims(count, now_s, may_go)
 
     def evictable(self, pool: SlotPool, slots: U32) -> NDArray[np.bool_]:
         """[n] whether each slot may be a victim now."""
@@ -424,7 +342,7 @@ class Evictor:
         if pool.tier is Tier.NVME:
             good &= ~pinned & ~state.dram.filling(np.where(good, columns.dram[rows], np.uint32(NONE)))
         elif pinned.any():
-            good &= ~(pinned & ~self._lower(pool.tier, rows))
+            good &= ~(pinned & ~lower(columns, pool.tier, rows))
         return good
 
     # -- extents that change class
@@ -490,9 +408,3 @@ class Evictor:
                 )
             )
         return int(np.count_nonzero(pool.holders[base : base + size]))
-
-
-def _slots_of(ranges: list[tuple[int, int]], offset: int, stride: int) -> U32:
-    """Every `stride`-th slot of ranges (base, size), beginning at `offset`."""
-    parts = [np.arange(base + offset, base + size, stride, dtype=np.uint32) for base, size in ranges]
-    return np.concatenate(parts) if parts else NO_SLOTS

@@ -159,6 +159,11 @@ class Grant:
     reserve_slots: U32
     reserve_generations: U32
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of the chain is to be waited for."""
+        return bool((self.outcomes < Outcome.PROMOTING).all())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:

@@ -292,6 +292,7 @@ class Promoting:
         state.fault("read.sealed")
         state.dram.unhold(slots, mover_bit(path))
         state.early.arrived(slots)
+        state.rankings.came(Tier.DRAM, slots)
         state.counters["promotions"] += len(slots)
         state.waits.resolved(flights["row"])
 

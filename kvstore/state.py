@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import EvictionPolicy, Policy
+from eviction.base import EvictionPolicy
 from kvstore.early import EarlyReads
 from kvstore.extents import Extents
 from kvstore.ghosts import Ghosts
@@ -30,6 +30,7 @@ from kvstore.layout import (
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.queued import Queued
 from kvstore.quotas import Quotas
+from kvstore.ranking import Rankings
 from kvstore.recorder import Event, NoRecorder, Recorder
 from kvstore.sampling import Sample
 from kvstore.sessions import Namespaces, Session, Sessions
@@ -98,8 +99,6 @@ class StoreState:
         self.columns = columns
         self.limits = limits
         self.policy = policy
-        self.rankings: dict[Tier, Policy] = {}
-        """DRAM or NVMe: who names victims there in place of `policy`. Whoever puts one here tells it of every use."""
         self.fault = fault
         self.now_ms = 0
         """The latest time that a caller has told."""
@@ -116,6 +115,8 @@ class StoreState:
         self.namespaces = Namespaces(columns)
         self.waits = Waits(columns.shape.max_rows, self._unresolved)
         self.queued = Queued(columns.shape.max_rows)
+        self.rankings = Rankings(columns, self.dram, self.nvme, self.queued.wanted)
+        """Who names victims in DRAM and NVMe in place of `policy`."""
         self.quotas = Quotas(columns)
         self.uses = Uses(columns.shape.max_namespaces)
         self.ghosts = Ghosts(limits.ghosts)
@@ -164,6 +165,7 @@ class StoreState:
         self.fault("complete.slot")
         self.table.column(tier, device)[rows] = slots
         self.fault("complete.link")
+        self.rankings.came(tier, slots)
 
     def unlink_fills(self, slots: U32) -> None:
         """FILLING HBM slots become private: rows reserved for them end, loads into them are not waited for."""

@@ -86,6 +86,7 @@ class Store:
         "_state",
         "index_changes",
         "paths",
+        "rankings",
         "sharing",
         "watching",
     )
@@ -93,6 +94,7 @@ class Store:
     def __init__(self, state: StoreState) -> None:
         """For `create` and `recover`."""
         self._state = state
+        self.rankings = state.rankings
         self._evictor = Evictor(state)
         self._leaving = Leaving(state, self._evictor)
         self._moving = Moving(state, self._evictor)
@@ -337,6 +339,7 @@ class Store:
         )
         grant = self._acquiring.acquire(request, rows[first:])
         self._prefetching.answered(found, lease, grant, reserve)
+        self.rankings.served(session, lease, rows, grant)
         note_grant(found, grant, grant_id, limits.max_unseen_grants)
         return grant
 
@@ -385,9 +388,8 @@ class Store:
 
     def cancel(self, session: int, lease: int) -> None:
         """Forgets what a lease waits for or prefetches. Raises: NotFound."""
-        found = self._state.sessions.get(session)
+        self._prefetching.cancel(self._state.sessions.get(session), lease)
         self._state.waits.cancel(session, lease)
-        self._prefetching.cancel(found, lease)
 
     def _check_chain(self, session: int, namespace: int, hashes: U64) -> Session:
         found = self._state.sessions.attached(session)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bench.simulate.clock import Channel, Clock
 from bench.simulate.hardware import Model
-from bench.simulate.tiered import Known, Sizes, TieredStore
+from bench.simulate.tiered import Sizes, TieredStore
 from bench.simulate.trace import Trace
 from engine_adapter.pace import Pace
 from eviction.base import PolicyFactory, Stop
@@ -62,7 +62,6 @@ class _Request:
     output_tokens: int
     reserve: int
     found: NDArray[np.uint8]
-    known: Known
     stop: Stop
     retry_s: float = 0.0
     short: bool = False
@@ -74,8 +73,6 @@ class _Unstored:
 
     slots: U32
     generations: U32
-    prompt_blocks: int
-    stop: Stop
 
 
 class Serving:
@@ -165,7 +162,6 @@ class Serving:
             output_tokens=answer,
             reserve=reserve,
             found=self._store.found(hashes),
-            known=self._store.known(hashes),
             stop=Stop(int(trace.stop[number])),
         )
         if len(request.found):
@@ -189,7 +185,6 @@ class Serving:
                 self._running += 1
                 self._pace.let_in(now_s, len(self._waiting))
                 self._count_hits(request, answer.grant)
-                self._store.tell_found(request.hashes, request.known, request.stop)
                 self._load(request, answer.grant)
                 continue
             request.retry_s = now_s + _RETRY_S
@@ -233,19 +228,13 @@ class Serving:
         if len(published) and self._sizes.dram:
             slots = grant.hbm_slots[published]
             self._store.hold(Tier.HBM, slots)
-            self._unstored.append(
-                _Unstored(
-                    slots=slots,
-                    generations=grant.hbm_generations[published],
-                    prompt_blocks=len(request.hashes),
-                    stop=request.stop,
-                )
-            )
+            self._unstored.append(_Unstored(slots=slots, generations=grant.hbm_generations[published]))
         decode_s = self._model.decode_s(request.prompt_tokens, request.output_tokens)
-        self._clock.at(now_s + decode_s, lambda: self._end(grant))
+        self._clock.at(now_s + decode_s, lambda: self._end(request, grant))
 
-    def _end(self, grant: Grant) -> None:
+    def _end(self, request: _Request, grant: Grant) -> None:
         self._running -= 1
+        self._store.ended(request.hashes, request.stop)
         self._store.release(hbm=np.concatenate((grant.hbm_slots, grant.reserve_slots)))
 
     # -- behind requests
@@ -273,7 +262,7 @@ class Serving:
                 copies = _copies(
                     part.slots[:got], part.generations[:got], room.dram_slots, room.dram_generations
                 )
-                self._copy(self._down, "hbm_to_dram", got, partial(self._stored, part, copies))
+                self._copy(self._down, "hbm_to_dram", got, partial(self._store.stored, copies))
             if got < len(part.slots):
                 rest = replace(part, slots=part.slots[got:], generations=part.generations[got:])
                 if self._waiting:  # for HBM, perhaps for this
@@ -281,10 +270,6 @@ class Serving:
                 else:
                     self._unstored.appendleft(rest)
                 return
-
-    def _stored(self, part: _Unstored, copies: NDArray[np.void]) -> None:
-        rows = self._store.stored(copies)
-        self._store.tell_computed(rows, part.prompt_blocks, part.stop)
 
     def _feed_disk(self) -> None:
         if self._moving or not self._sizes.nvme:

@@ -7,29 +7,27 @@ slot goes back when the last of them lets go.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.simulate.ranking import RankedStore, Ranking
 from eviction.base import PolicyFactory, Stop
 from eviction.lru import Lru
 from kvstore.extents import TRAILER_BYTES
 from kvstore.index import Index
 from kvstore.layout import NONE, TableShape, Tier, open_columns, table_bytes
 from kvstore.match import match
-from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, SealOutcome, Slots, StoreLimits, StoreStats
+from kvstore.moves import Grant, MoveStatus, Outcome, SealOutcome, Slots, StoreLimits, StoreStats
+from kvstore.store import Store
 from kvstore.wire.packed import COPY, SEAL
 
-__all__ = ["Answer", "Known", "Sizes", "TieredStore"]
+__all__ = ["Answer", "Sizes", "TieredStore"]
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
-Known = Mapping[Tier, NDArray[np.bool_]]
 
 _NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _NO_SEALS = np.empty(0, dtype=SEAL)
@@ -87,23 +85,13 @@ class TieredStore:
         )
         self._memory = mmap.mmap(-1, table_bytes(shape))
         view = memoryview(self._memory)
-        self.store = RankedStore.create(view, shape, limits, Lru())
-        assert isinstance(self.store, RankedStore)
+        self.store = Store.create(view, shape, limits, Lru())
         self._columns = open_columns(view, shape)
         self._index = Index(self._columns)
         self._now_ms = 1
-        self._rankings: dict[Tier, Ranking] = {}
-        self._prompts: list[tuple[int, Stop]] = [
-            (0, Stop.UNKNOWN)
-        ]  # blocks and end of each that was computed
-        self._prompt: NDArray[np.int32] = np.zeros(
-            shape.max_rows, dtype=np.int32
-        )  # which of them brought a row's block
         for tier, slots in ((Tier.DRAM, sizes.dram), (Tier.NVME, sizes.nvme)):
             if policy is not None and slots:
-                made = policy(rows=shape.max_rows, capacity_blocks=slots)
-                self._rankings[tier] = Ranking(made, tier, self._columns)
-                self.store.rank(tier, self._rankings[tier])
+                self.store.rankings.rank(tier, "simulated", policy, slots * sizes.slot_bytes)
         for tier, slots, size in (
             (Tier.HBM, sizes.hbm, sizes.slot_bytes),
             (Tier.DRAM, sizes.dram, sizes.slot_bytes),
@@ -138,37 +126,10 @@ class TieredStore:
         """Tiers of the leading cached run."""
         return match(self._columns, self._index, self._namespace, hashes, device=0).tiers
 
-    def known(self, hashes: U64) -> Known:
-        """Which blocks of a prompt each tier with a policy of its own has now."""
-        rows = self._rows(hashes)
-        return {tier: ranking.has(rows) for tier, ranking in self._rankings.items()}
-
-    def tell_found(self, hashes: U64, known: Known, stop: Stop) -> None:
-        """A prompt was granted that found these blocks when it came."""
-        rows = self._rows(hashes)
-        for tier, found in known.items():
-            ranking, n = self._rankings[tier], min(len(rows), len(found))
-            mine = rows[:n][found[:n]]
-            ranking.tell(mine[ranking.has(mine)], self._now_ms / 1000, len(hashes), stop)
-
-    def tell_computed(self, rows: U32, prompt_blocks: int, stop: Stop) -> None:
-        """Blocks of a prompt have come into DRAM, its head first."""
-        self._prompts.append((prompt_blocks, stop))
-        self._prompt[rows] = len(self._prompts) - 1
-        self._tell(Tier.DRAM, rows, len(self._prompts) - 1)
-
-    def _tell(self, tier: Tier, rows: U32, prompt: int) -> None:
-        """Blocks that a prompt brought first have come into a tier."""
-        if tier in self._rankings:
-            blocks, stop = self._prompts[prompt]
-            self._rankings[tier].tell(rows, self._now_ms / 1000, blocks, stop)
-
-    def _rows(self, hashes: U64) -> U32:
-        """Rows of the leading blocks that the store knows."""
+    def ended(self, hashes: U64, stop: Stop) -> None:
+        """The answer to a prompt is complete."""
         rows = self._index.locate(hashes)
-        unknown = rows == NONE
-        known: U32 = rows[: int(unknown.argmax())] if unknown.any() else rows
-        return known
+        self.store.rankings.ended(rows[rows != NONE], stop)
 
     def prefetch(self, lease: int, hashes: U64, at_s: float) -> None:
         """A request waits that is expected to run at that time."""
@@ -196,7 +157,7 @@ class TieredStore:
         )
         self.hold(Tier.HBM, np.concatenate((grant.hbm_slots, grant.reserve_slots)))
         self.hold(Tier.DRAM, grant.dram_slots)
-        if (grant.outcomes < Outcome.PROMOTING).all() and len(grant.reserve_slots) == reserve:
+        if grant.complete and len(grant.reserve_slots) == reserve:
             return Answer(grant=grant, coming=False)
         self.release(hbm=np.concatenate((grant.hbm_slots, grant.reserve_slots)), dram=grant.dram_slots)
         lacks_slots = (grant.outcomes == Outcome.NO_SLOT).any() or (grant.outcomes < Outcome.PROMOTING).all()
@@ -226,16 +187,13 @@ class TieredStore:
         """These are in HBM now, and their sources are let go."""
         self._step(loads=copies, dram=self._last(Tier.DRAM, copies["source"]))
 
-    def stored(self, copies: NDArray[np.void]) -> U32:
-        """These are in DRAM now; neither side is used for it any more. Rows of the blocks that came."""
+    def stored(self, copies: NDArray[np.void]) -> None:
+        """These are in DRAM now; neither side is used for it any more."""
         self._step(
             stores=copies,
             hbm=self._last(Tier.HBM, copies["source"]),
             dram=self._last(Tier.DRAM, copies["target"]),
         )
-        rows: U32 = self._columns.pool(Tier.DRAM).row[copies["target"]]
-        there: U32 = rows[rows != NONE]
-        return there
 
     def hold(self, tier: Tier, slots: U32) -> None:
         """Counts one more user of each slot; NONE is passed over."""
@@ -259,15 +217,6 @@ class TieredStore:
         """It has done that."""
         ok = np.full(len(moves), MoveStatus.OK, dtype=np.uint8)
         self.store.moves_done(now_ms=self._now_ms, path=0, ids=moves["id"], statuses=ok)
-        reads = moves["kind"] == MoveKind.READ
-        for tier, of_tier in ((Tier.DRAM, reads), (Tier.NVME, ~reads)):
-            if tier in self._rankings and of_tier.any():
-                rows = self._index.locate(moves["hash"][of_tier])
-                rows = rows[rows != NONE]
-                rows = rows[np.argsort(self._columns.depth[rows], kind="stable")]
-                prompts = self._prompt[rows]
-                for prompt in np.unique(prompts).tolist():
-                    self._tell(tier, rows[prompts == prompt], prompt)
 
     def tick(self) -> None:
         """The background's turn."""
@@ -275,8 +224,7 @@ class TieredStore:
 
     def check_rankings(self) -> None:
         """Raises AssertionError where a policy's parts contradict each other."""
-        for ranking in self._rankings.values():
-            ranking.check_integrity()
+        self.store.rankings.check_integrity()
 
     def stats(self) -> StoreStats:
         """Of the store."""

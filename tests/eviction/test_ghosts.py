@@ -1,4 +1,4 @@
-"""Names that left: bounded, in order, and honest where two share a place."""
+"""Names that left: bounded, in order, and honest where many share a bucket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def named(*names: int) -> NDArray[np.uint64]:
 
 
 def test_the_oldest_go_first_and_what_comes_back_is_no_ghost() -> None:
-    ghosts = Ghosts(rows=16, capacity_blocks=4)
+    ghosts = Ghosts(capacity_blocks=4)
     ghosts.add(named(1, 2, 3))
     ghosts.add(named(4, 1))
     ghosts.trim(3)
@@ -24,11 +24,14 @@ def test_the_oldest_go_first_and_what_comes_back_is_no_ghost() -> None:
     assert not ghosts.known(named(3)).any()
 
 
-def test_names_that_share_a_place_are_never_taken_for_each_other() -> None:
-    ghosts = Ghosts(rows=16, capacity_blocks=4)
-    ghosts.add(named(5, 5 + 16, 5 + 32))
-    assert ghosts.known(named(5, 5 + 16, 5 + 32)).tolist() == [False, False, True]
-    assert len(ghosts) == 1
+def test_names_that_share_a_bucket_are_never_taken_for_each_other() -> None:
+    ghosts = Ghosts(capacity_blocks=4)
+    same = [5 + 4096 * number for number in range(10)]
+    ghosts.add(named(*same[:8]))
+    assert ghosts.known(named(*same)).tolist() == [True] * 8 + [False] * 2
+    ghosts.add(named(*same[8:]))
+    assert ghosts.known(named(*same)).tolist() == [False] * 2 + [True] * 8
+    assert len(ghosts) == 8
 
 
 def test_a_sketch_never_counts_too_little_until_it_ages() -> None:

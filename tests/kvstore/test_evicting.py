@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from bench.tables import FilledStore
-from eviction.base import MayGo, Rows
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import Outcome, StoreLimits
 from kvstore.slots import ClassKey
@@ -82,39 +81,3 @@ def in_dram(rig: Rig, session: int, count: int, seed: int = 0) -> None:
     state.complete(Tier.DRAM, rows, room.dram_slots, 0)
     state.table.publish(rows)
     rig.step(session, dram=room.dram_slots)
-
-
-class Named:
-    """A policy that names these rows first, as far as they may go. For what the store asks of one."""
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-
-    def victims(self, count: int, _now_s: float, may_go: MayGo | None = None) -> Rows:
-        """The first of them that may go."""
-        assert may_go is not None
-        rows = np.array(self.rows, dtype=np.uint32)
-        found = rows[may_go(rows)][:count]
-        self.rows = [row for row in self.rows if row not in found]
-        return found
-
-
-def test_a_tier_may_have_a_policy_of_its_own_that_names_its_victims() -> None:
-    """Of what it names only what may go does: neither blocks that are held nor rows that the tier does not have."""
-    rig = Rig(hbm=16, dram=4, nvme=0)
-    session = rig.attach()
-    old, new = prompt(2, seed=1), prompt(2, seed=2)
-    rig.write_through(session, old)
-    rig.write_through(session, new)
-    rig.evict_hbm()
-    held = rig.acquire(session, new[:1])
-    rows = rig.store._state.table.locate(np.concatenate((new, old)), rig.namespaces[session]).tolist()
-    policy = Named([200, *rows])  # no block in row 200, then new before old
-    rig.store._state.rankings[Tier.DRAM] = policy  # type: ignore[assignment]
-    rig.write_through(session, prompt(2, seed=3))
-    columns = rig.store._state.columns
-    in_dram = [bool(columns.dram[row] != NONE) for row in rows]
-    assert in_dram == [True, False, False, True]  # new[0] is held, then new[1] and old[0] went
-    assert policy.rows == [200, rows[0], rows[3]]
-    rig.step(session, hbm=held.hbm_slots, dram=held.dram_slots)
-    rig.check()
