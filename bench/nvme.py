@@ -4,15 +4,16 @@ Ours is a real mover process with its checksums, trailers and replies, and the p
 a pool of threads with one O_DIRECT call after the other on the same slab, slots and memory; for each leg it gets the
 number of threads, and for runs the size of a call, that it is fastest with. A write ends with fdatasync on both sides.
 Sides take turns, and which goes first changes every round; medians over all rounds but a first one, which is not
-counted. Seconds of processors are those of all our processes, user and system, while the side runs. One GB is 10^9
-bytes of payload.
+counted. Seconds of processors are those of all our processes, user and system, while the side runs. What the checksum
+of the same blocks costs by itself, out of the same memory in the same turns, stands beside them. One GB is
+10^9 bytes of payload.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,8 @@ class NvmeLeg:
     plain_cpu_s_per_gb: float
     more_cpu_s_per_gb: float
     """Ours less the plain loop's."""
+    checksum_cpu_s_per_gb: float
+    """The checksum alone, which is one pass over memory that is in no cache: ours contains it, the plain loop none."""
     plain_threads: int
     plain_blocks_a_call: int
 
@@ -145,6 +148,9 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
                 unit="s/GB",
                 bound=MOST_CPU_S_PER_GB,
             ),
+            Figure(
+                name=f"{name}, CPU of the checksum alone", value=leg["checksum_cpu_s_per_gb"], unit="s/GB"
+            ),
         ]
     return found
 
@@ -163,9 +169,9 @@ def _legs(
                 f"{way} {pattern} blocks of {block_bytes:,} bytes; plain loop: {shape.threads} threads, "
                 f"{shape.blocks_a_call} blocks a call"
             )
-            sides = (partial(mover.transfer, kind), partial(pool.transfer, kind, shape))
-            ours, plain = _race(plan.rounds, sides, mover.cpu_s)
-            legs.append(_leg(way, pattern, block_bytes, mover.count * block_bytes, ours, plain, shape))
+            sides = (partial(mover.transfer, kind), partial(pool.transfer, kind, shape), mover.checksum)
+            samples = _race(plan.rounds, sides, mover.cpu_s)
+            legs.append(_leg(way, pattern, block_bytes, mover.count * block_bytes, samples, shape))
     return legs
 
 
@@ -188,17 +194,17 @@ def _best_shape(plan: NvmePlan, pool: PlainPool, kind: MoveKind, pattern: str, b
 
 
 def _race(
-    rounds: int, sides: tuple[Callable[[], None], Callable[[], None]], others_cpu_s: Callable[[], float]
-) -> tuple[list[_Sample], list[_Sample]]:
-    """Both sides in turns. `others_cpu_s`: processor seconds of our other processes."""
-    found: tuple[list[_Sample], list[_Sample]] = ([], [])
+    rounds: int, sides: Sequence[Callable[[], None]], others_cpu_s: Callable[[], float]
+) -> list[list[_Sample]]:
+    """All sides in turns. `others_cpu_s`: processor seconds of our other processes."""
+    found: list[list[_Sample]] = [[] for _ in sides]
     for i in range(rounds + 1):
         for side, samples in tuple(zip(sides, found, strict=True))[:: 1 if i % 2 else -1]:
             cpu_s, start = time.process_time() + others_cpu_s(), time.perf_counter()
             side()
             seconds = time.perf_counter() - start
             samples.append(_Sample(seconds=seconds, cpu_s=time.process_time() + others_cpu_s() - cpu_s))
-    return found[0][1:], found[1][1:]
+    return [samples[1:] for samples in found]
 
 
 def _leg(
@@ -206,10 +212,11 @@ def _leg(
     pattern: str,
     block_bytes: int,
     nbytes: int,
-    ours: list[_Sample],
-    plain: list[_Sample],
+    samples: Sequence[list[_Sample]],
     shape: Shape,
 ) -> NvmeLeg:
+    """`samples`: ours, the plain loop's, the checksum's."""
+    ours, plain, checksum = samples
     gb = nbytes / 1e9
     pairs = list(zip(ours, plain, strict=True))
     return NvmeLeg(
@@ -222,6 +229,7 @@ def _leg(
         cpu_s_per_gb=median([sample.cpu_s for sample in ours]) / gb,
         plain_cpu_s_per_gb=median([sample.cpu_s for sample in plain]) / gb,
         more_cpu_s_per_gb=median([own.cpu_s - other.cpu_s for own, other in pairs]) / gb,
+        checksum_cpu_s_per_gb=median([sample.cpu_s for sample in checksum]) / gb,
         plain_threads=shape.threads,
         plain_blocks_a_call=shape.blocks_a_call,
     )

@@ -26,6 +26,12 @@ from kvstore.wire import mover as wire
 from kvstore.wire.packed import MOVE
 from tiers.dram import DramTier
 from tiers.nvme.slab import SlabFile, stride_bytes
+from tiers.nvme.trailer import checksum as checksum_in_python
+
+try:
+    from kvstore._slab_io import checksum
+except ImportError:  # built without a C compiler: the mover does the same
+    checksum = checksum_in_python  # type: ignore[assignment]
 
 __all__ = ["MoverSide", "PlainFile", "PlainPool", "Shape"]
 
@@ -112,6 +118,13 @@ class MoverSide:
             self._link.send_sync(_SYNC_ID)
             if text := self._await(wire.Synced).text:
                 raise KvstoreError(text)
+
+    def checksum(self) -> None:
+        """The checksum of every block, in the order of the moves, as the mover takes it."""
+        nbytes = self._blocks.itemsize * self._blocks.shape[1]
+        memory = self.memory
+        for begin in self._moves["dram_offset"].tolist():
+            checksum(memory[begin : begin + nbytes])
 
     @property
     def memory(self) -> memoryview:

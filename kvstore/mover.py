@@ -89,14 +89,14 @@ class Mover:
         )
         self._counts_due_s = self._look_due_s = 0.0
         self._dram = DramTier()
-        plan = plan_io(directory, config.threads)
+        plan = plan_io(directory, config.threads, disk)
         self._nvme = NvmeTier(
             directory,
             self._dram,
             direct=config.direct,
             disk=disk,
             carry=plan.carry,
-            threads=plan.threads,
+            shares=plan.shares,
             piece_bytes=plan.piece_bytes,
             notify=self._notice,
         )

@@ -28,6 +28,7 @@ def test_every_leg_is_measured_beside_the_plain_loop(tmp_path: Path) -> None:
         assert leg.plain_threads in TINY.threads
         assert leg.gb_per_s > 0
         assert leg.plain_gb_per_s > 0
+        assert leg.checksum_cpu_s_per_gb > 0
         assert leg.cpu_s_per_gb > 0, "a checksum takes time"
     assert found.mover_threads > 0
     assert len(said) == len(legs)

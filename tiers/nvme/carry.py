@@ -62,8 +62,8 @@ NO_MEMORY = -3
 """The fault of a move that names memory that is not mapped."""
 _WINDOW_BYTES = 16 << 20
 """What a thread may have under way of writes where calls are queued, and of reads half of it: the checksum of what was
-read costs less while that is in a cache. Half of it cost a tenth of the rate on two busy cores, where a thread waits for
-its turn while the disk is through with what it was given."""
+read costs less while that is in a cache. Half of it cost a tenth of the rate on two busy cores, where a thread is late
+for its turn and the disk is through with what it was given."""
 
 # A move as a plain tuple: where numpy costs 100 µs a move, tuples cost 10.
 _Row = tuple[int, int, int, int, int, bytes, bytes, bytes]

@@ -47,11 +47,11 @@ class NvmeTier:
         disk: Disk = SYSTEM_DISK,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         carry: Carry = carry,
-        threads: int = 1,
+        shares: int = 1,
         piece_bytes: int = PIECE_BYTES,
         notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
     ) -> None:
-        """`threads`: how many carry out pieces; a batch is cut so that each gets some, of `piece_bytes` at most."""
+        """A batch is cut into at least `shares` pieces where it has as many blocks, of `piece_bytes` at most."""
         self.slabs_bytes = 0
         """The most that all slabs may take, as `tiers.nvme.capacity` counts; 0: no bound. May change at any time."""
         self._directory = directory
@@ -60,7 +60,7 @@ class NvmeTier:
         self._disk = disk
         self._clock_ms = clock_ms
         self._carry = carry
-        self._workers = threads
+        self._shares = shares
         self._piece_bytes = piece_bytes
         self._notify = notify
         self._noticed: dict[str, float] = {}
@@ -112,7 +112,7 @@ class NvmeTier:
 
     def pieces(self, moves: Moves) -> Sequence[Moves]:
         """See StorageTier. Reads first."""
-        return cut(moves, self._workers, self._piece_bytes)
+        return cut(moves, self._shares, self._piece_bytes)
 
     def calls(self, moves: Moves) -> int:
         """See StorageTier."""

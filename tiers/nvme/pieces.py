@@ -24,8 +24,8 @@ QUEUED_PIECE_BYTES = 6 * MAX_RUN_BYTES
 """The same where a thread has several calls under way, so that a few threads do: as many bytes are with all of them."""
 
 
-def cut(moves: Moves, threads: int, piece_bytes: int = PIECE_BYTES) -> list[Moves]:
-    """`moves` by kind (reads first), slab and place; `threads` is among how many they are to be shared.
+def cut(moves: Moves, shares: int, piece_bytes: int = PIECE_BYTES) -> list[Moves]:
+    """`moves` by kind (reads first), slab and place, in at least `shares` pieces where there are as many.
 
     A piece is of one kind, slab and length. O(n log n), no numpy per move.
     """
@@ -38,7 +38,7 @@ def cut(moves: Moves, threads: int, piece_bytes: int = PIECE_BYTES) -> list[Move
         alike &= moves[name][1:] == moves[name][:-1]
     follows = alike & (moves["nvme_offset"][1:] == moves["nvme_offset"][:-1] + strides[:-1])
     begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    share = -(-len(moves) // threads)
+    share = -(-len(moves) // shares)
     most, call = (_most(nbytes, strides[begins]) for nbytes in (piece_bytes, MAX_RUN_BYTES))
     runs_ = zip(
         begins.tolist(),

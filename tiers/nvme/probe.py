@@ -23,12 +23,15 @@ from pathlib import Path
 
 from kvstore.units import MIB
 from tiers.nvme.carry import Carry, carry, carry_in_turn, is_queued
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.pieces import PIECE_BYTES, QUEUED_PIECE_BYTES
 
 __all__ = ["DEFAULT_THREADS", "QUEUED_THREADS", "IoPlan", "plan_io", "probe_queue", "probe_threads"]
 
 DEFAULT_THREADS = 4
 QUEUED_THREADS = 6
+_QUEUED_SHARES = 3
+"""A piece costs 0.3 ms beside its bytes, in mover and daemon together: one that is not cut saves it."""
 _QUEUE_BYTES = 4 * MIB
 _QUEUE_TRIES = 3
 _CHOICES = (4, 8)
@@ -42,18 +45,28 @@ _MOST_THREADS = 2 * _CHOICES[-1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoPlan:
-    """How pieces are carried out, by how many threads, and how large they are at most."""
+    """How pieces are carried out, by how many threads, and how batches are cut into them (`tiers.nvme.pieces`)."""
 
     carry: Carry
     threads: int
+    shares: int
     piece_bytes: int
 
 
-def plan_io(directory: Path, threads: int = 0) -> IoPlan:
-    """What suits the disk of a directory, found out by some MiB of calls; `threads` that are not 0 are the caller's."""
-    if probe_queue(directory):
-        return IoPlan(carry=carry, threads=threads or QUEUED_THREADS, piece_bytes=QUEUED_PIECE_BYTES)
-    return IoPlan(carry=carry_in_turn, threads=threads or probe_threads(directory), piece_bytes=PIECE_BYTES)
+def plan_io(directory: Path, threads: int = 0, disk: Disk = SYSTEM_DISK) -> IoPlan:
+    """What suits the disk of a directory, found out by some MiB of calls; `threads` that are not 0 are the caller's.
+
+    Only the system's own disk has queues.
+    """
+    if disk is SYSTEM_DISK and probe_queue(directory):
+        return IoPlan(
+            carry=carry,
+            threads=threads or QUEUED_THREADS,
+            shares=_QUEUED_SHARES,
+            piece_bytes=QUEUED_PIECE_BYTES,
+        )
+    threads = threads or probe_threads(directory)
+    return IoPlan(carry=carry_in_turn, threads=threads, shares=threads, piece_bytes=PIECE_BYTES)
 
 
 def probe_queue(directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""How a batch of moves is cut: by calls, and among threads."""
+"""How a batch of moves is cut: by calls, and into shares."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def slots_of(pieces: list[Moves]) -> list[list[int]]:
 
 
 def test_neighbours_are_one_piece_up_to_a_size() -> None:
-    assert slots_of(cut(moves_of([5, 3, 4]), threads=8)) == [[3, 4, 5]]
-    assert [len(piece) for piece in cut(moves_of(list(range(40))), threads=8)] == [16, 16, 8], "a call each"
-    assert [len(piece) for piece in cut(moves_of(list(range(256))), threads=2)] == [32] * 8, "two calls each"
+    assert slots_of(cut(moves_of([5, 3, 4]), shares=8)) == [[3, 4, 5]]
+    assert [len(piece) for piece in cut(moves_of(list(range(40))), shares=8)] == [16, 16, 8], "a call each"
+    assert [len(piece) for piece in cut(moves_of(list(range(256))), shares=2)] == [32] * 8, "two calls each"
 
 
 def test_a_small_batch_gives_every_thread_a_piece() -> None:
     """A prefix of eight scattered blocks was read by one thread, one block behind the other."""
-    assert slots_of(cut(moves_of([0, 2, 4, 6, 8, 10, 12, 14]), threads=8)) == [[at] for at in range(0, 16, 2)]
+    assert slots_of(cut(moves_of([0, 2, 4, 6, 8, 10, 12, 14]), shares=8)) == [[at] for at in range(0, 16, 2)]
 
 
 def test_of_a_large_batch_several_runs_are_one_piece() -> None:
     """Each of 256 scattered blocks was a job, a reply and a packet by itself, which took longer than the disk."""
-    pieces = cut(moves_of(list(range(0, 512, 2))), threads=8)
+    pieces = cut(moves_of(list(range(0, 512, 2))), shares=8)
     assert [len(piece) for piece in pieces] == [32] * 8
 
 
 @pytest.mark.parametrize("length, most", [(2 << 20, 4), (8 << 20, 1), (4096, 512)])
 def test_a_piece_is_bounded_in_bytes_and_slots(length: int, most: int) -> None:
-    pieces = cut(moves_of(list(range(1024)), length=length), threads=1)
+    pieces = cut(moves_of(list(range(1024)), length=length), shares=1)
     assert {len(piece) for piece in pieces} == {most}
 
 
@@ -63,13 +63,13 @@ def test_a_piece_is_bounded_in_bytes_and_slots(length: int, most: int) -> None:
     st.integers(1, 9),
 )
 def test_nothing_is_lost_and_a_piece_is_of_one_kind(
-    wanted: list[tuple[MoveKind, int, int, int]], threads: int
+    wanted: list[tuple[MoveKind, int, int, int]], shares: int
 ) -> None:
     moves = np.concatenate(
         [moves_of([slot], kind, length, extent) for kind, extent, length, slot in wanted] or [moves_of([])]
     )
     moves["id"] = np.arange(len(moves))
-    pieces = cut(moves, threads)
+    pieces = cut(moves, shares)
     assert sorted(int(at) for piece in pieces for at in piece["id"]) == list(range(len(moves)))
     for piece in pieces:
         assert all(len(np.unique(piece[name])) == 1 for name in ("kind", "nvme_extent", "length"))

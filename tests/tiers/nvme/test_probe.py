@@ -51,6 +51,6 @@ def test_elsewhere_the_disk_says_how_many(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "is_queued", lambda fd, data: False)
     (tmp_path / "threads").write_text("5\n")
     plan = plan_io(tmp_path)
-    assert (plan.carry, plan.threads, plan.piece_bytes) == (carry_in_turn, 5, PIECE_BYTES)
+    assert (plan.carry, plan.threads, plan.shares, plan.piece_bytes) == (carry_in_turn, 5, 5, PIECE_BYTES)
     assert plan_io(tmp_path, threads=2).threads == 2
     assert plan_io(tmp_path / "missing", threads=2).carry is carry_in_turn
