@@ -33,7 +33,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-vllm check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-trtllm test-vllm check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,7 +95,10 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt | $(STAMP)
 	@touch $@
 
 test-sglang: $(READY) $(SGLANG_STAMP)  ## SGLang's own storage classes around the connector
-	$(SGLANG_VENV)/bin/python -m pytest -m engine tests/sglang
+	$(SGLANG_VENV)/bin/python -m pytest -m engine tests/sglang tests/engine_adapter/external/test_page_store.py
+
+test-trtllm: $(READY)  ## TensorRT-LLM's connector under a stub host: what dies, and a crowd on two ranks
+	$(PYTEST) -m engine tests/trtllm
 
 $(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/convert.py | $(READY)
 	@echo "== installing vLLM for the CPU into $(VLLM_VENV) (3.5 GB: minutes the first time)"

@@ -18,7 +18,7 @@ from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource
 from kvstore.geometry import Geometry, LayerGroup
 
-__all__ = ["model_geometry", "namespace_parts", "weights_digest"]
+__all__ = ["files_digest", "folder_digest", "model_geometry", "namespace_parts", "weights_digest"]
 
 _WHOLE_BYTES = 256 << 20
 _SAMPLES = 1024
@@ -83,6 +83,19 @@ def weights_digest(path: Path) -> bytes:
             for offset, length in _pieces(size):
                 data.seek(offset)
                 state.update(data.read(length))
+    return state.digest()
+
+
+def folder_digest(folder: Path) -> bytes:
+    """32 bytes of a model's folder: as `weights_digest`, or of every file where it has no safetensors."""
+    return weights_digest(folder) if any(folder.glob("*.safetensors")) else files_digest(folder)
+
+
+def files_digest(folder: Path) -> bytes:
+    """32 bytes of every file in a folder, those below it left out; of each as `weights_digest`."""
+    state = hashlib.blake2b(digest_size=32)
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        state.update(weights_digest(file))
     return state.digest()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from engine_adapter.fingerprint import weights_digest
+from engine_adapter.fingerprint import files_digest, folder_digest
 from kvstore.errors import ConfigError, InvalidArgument
 
 __all__ = ["HiCacheFacts", "HiCacheOptions", "namespace_parts", "options_of"]
@@ -91,7 +91,7 @@ def namespace_parts(facts: HiCacheFacts, weights: str | None) -> dict[str, bytes
     if weights is not None:
         digest = b"named " + weights.encode()
     elif facts.folder is not None and Path(facts.folder).is_dir():
-        digest = _folder_digest(Path(facts.folder))
+        digest = folder_digest(Path(facts.folder))
     else:
         raise InvalidArgument(
             f"the weights of {facts.model!r} are in no folder here: name them, "
@@ -111,27 +111,13 @@ def namespace_parts(facts: HiCacheFacts, weights: str | None) -> dict[str, bytes
     return parts | ({"adapter": _adapters_digest(facts.adapters)} if facts.adapters else {})
 
 
-def _folder_digest(folder: Path) -> bytes:
-    """Of its safetensors and configuration; where it has none of the former, of every file in it."""
-    if any(folder.glob("*.safetensors")):
-        return weights_digest(folder)
-    return _files_digest(folder)
-
-
-def _files_digest(folder: Path) -> bytes:
-    state = hashlib.blake2b(digest_size=32)
-    for file in sorted(file for file in folder.iterdir() if file.is_file()):
-        state.update(weights_digest(file))
-    return state.digest()
-
-
 def _adapters_digest(adapters: Sequence[tuple[str, str | None]]) -> bytes:
     """Of all their files. One whose files are not known here is never the same as at another start."""
     state = hashlib.blake2b(digest_size=32)
     for name, folder in sorted(adapters, key=lambda adapter: adapter[0]):
         known = folder is not None and Path(folder).is_dir()
         state.update(
-            json.dumps(name).encode() + (_files_digest(Path(str(folder))) if known else os.urandom(32))
+            json.dumps(name).encode() + (files_digest(Path(str(folder))) if known else os.urandom(32))
         )
     return state.digest()
 

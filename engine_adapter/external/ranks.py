@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from engine_adapter.group_link import Failed, Join, Mapped, receive, send
 from kvstore.errors import KvstoreError, PermissionDenied, Unavailable
 
-__all__ = ["RankGroup", "RankListener"]
+__all__ = ["RankGroup", "RankListener", "check_uid"]
 
 _LOG = logging.getLogger("kvstore.engine")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -60,7 +60,7 @@ class RankListener:
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(self._timeout_s)
         try:
-            _check_uid(peer)
+            check_uid(peer)
             message = receive(peer)
             if isinstance(message, Join):
                 self._join(message)
@@ -105,9 +105,10 @@ class RankGroup:
             asked.settimeout(self._timeout_s)
             try:
                 asked.connect(f"\0{name}")
-                _check_uid(asked)
+                check_uid(asked)
                 send(asked, message)
             except OSError as error:
+                self._forget()
                 raise Unavailable(
                     f"rank {number} of the engine is not on this machine, or has gone: {error}"
                 ) from error
@@ -122,7 +123,8 @@ class RankGroup:
             self._forget()
 
     def check(self) -> None:
-        """See Group: what a rank says is read in `wait_joined`."""
+        """See Group. The session did not come about, and what a rank says of it nobody waits for."""
+        self._forget()
 
     @staticmethod
     def _await(number: int, asked: socket.socket) -> None:
@@ -140,7 +142,8 @@ class RankGroup:
         self._asked = []
 
 
-def _check_uid(peer: socket.socket) -> None:
+def check_uid(peer: socket.socket) -> None:
+    """Raises PermissionDenied where the other end of a connection is another user's."""
     packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.getuid():

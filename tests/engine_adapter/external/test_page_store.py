@@ -228,6 +228,7 @@ def test_what_is_cleared_is_gone_and_nothing_else(service: Service, pages: Engin
         assert pages.get(ids) == 5
 
 
+@pytest.mark.engine
 def test_blocks_come_from_disk_after_everything_died(tmp_path: Path) -> None:
     ids = prompt(50)
     config = small_config(tmp_path, nvme_bytes=64 << 20)
@@ -245,6 +246,7 @@ def test_blocks_come_from_disk_after_everything_died(tmp_path: Path) -> None:
         assert service.faults() == []
 
 
+@pytest.mark.engine
 def test_an_engine_starts_without_a_daemon_and_picks_it_up(tmp_path: Path) -> None:
     """Each call of an engine whose daemon was not there waited, or raised."""
     config = small_config(tmp_path)
