@@ -12,9 +12,8 @@ import pytest
 from tests.sglang import standins
 from tests.support.daemon import Service, small_config, started
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-
 if standins.is_installed():
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its imports
         standins.install()

@@ -6,6 +6,7 @@ Ours, by contract: nothing of TensorRT-LLM is installed. What is stated was read
 
 from __future__ import annotations
 
+import importlib.machinery
 import inspect
 import sys
 import types
@@ -104,7 +105,9 @@ def install() -> None:
     interface = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
     parts = interface.split(".")
     for count in range(1, len(parts) + 1):
-        sys.modules[".".join(parts[:count])] = types.ModuleType(".".join(parts[:count]))
+        name = ".".join(parts[:count])
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     sys.modules["tensorrt_llm"].__version__ = "1.4.0"  # type: ignore[attr-defined]
     utils = types.ModuleType("tensorrt_llm._utils")
     utils.mpi_rank, utils.mpi_world_size = RANK.get, WORLD.get  # type: ignore[attr-defined]
