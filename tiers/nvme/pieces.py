@@ -20,7 +20,7 @@ PIECE_BYTES = 2 * MAX_RUN_BYTES
 """Most bytes of a piece: two calls, or more where they are smaller. At a fourth of it a disk of 4.6 GB/s was written at
 0.77 to 0.9 of a plain loop (two cores): what a piece and its reply cost had no time to hide. Larger ones starve other
 threads."""
-QUEUED_PIECE_BYTES = 6 * MAX_RUN_BYTES
+QUEUED_PIECE_BYTES = 8 * MAX_RUN_BYTES
 """The same where a thread has several calls under way, so that a few threads do: as many bytes are with all of them."""
 
 
