@@ -336,7 +336,8 @@ class Acquiring:
     def _note_lookup(self, request: Request, draft: _Draft, hits: int) -> None:
         """The request has got its blocks: what it hit, and what it would have hit where hits are only counted."""
         state, counters = self._state, self._state.counters
-        state.quotas.note_lookup(request.namespace, len(draft.rows), hits)
+        if request.allowed.reads:
+            state.quotas.note_lookup(request.namespace, len(draft.rows), hits)
         if request.allowed.reads or not request.allowed.counts:
             return
         sealed = state.table.sealed(draft.rows)

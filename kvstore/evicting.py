@@ -397,7 +397,9 @@ class Evictor:
                 return None
         elif key.slot_bytes not in in_use:
             return None
-        return min(donor.extents, key=lambda extent: self._held(pool, extent))
+        size, range_of, may_lose = donor.key.slot_bytes, state.extents.range, state.quotas.may_lose
+        able = [extent for extent in donor.extents if may_lose(tier, size, *range_of(extent))]
+        return min(able, key=lambda extent: self._held(pool, extent), default=None)
 
     def _held(self, pool: SlotPool, extent: int) -> int:
         base, size = self._state.extents.range(extent)

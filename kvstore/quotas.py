@@ -259,15 +259,13 @@ class Quotas:
             sizes[there] += columns.extent_slot_bytes[pool.extent[slots[there]]].astype(np.int64)
         return sizes
 
-    def may_go(self, tier: Tier, rows: U32) -> bool:
-        """Whether all these blocks may leave a tier without anybody losing what is reserved for it."""
+    def may_lose(self, tier: Tier, slot_bytes: int, base: int, slots: int) -> bool:
+        """Whether so many slots from `base` on may all go without a tenant losing what is reserved for it."""
         if not self.active:
             return True
-        tenants = self._tenants(rows)
-        sizes = self._tier_bytes(tier, rows)
-        lost = np.bincount(tenants, weights=sizes, minlength=len(self._names))
-        spare = self._used[tier] - self._reserve[tier]
-        return bool(((lost == 0) | (lost <= spare)).all())
+        owners = self._owners[tier][base : base + slots]
+        lost = np.bincount(owners, minlength=_NOBODYS + 1)[: len(self._names)] * slot_bytes
+        return bool(((lost == 0) | (lost <= self._used[tier] - self._reserve[tier])).all())
 
     # -- what is told
 
@@ -277,7 +275,7 @@ class Quotas:
             self._evicted[tier] += np.bincount(self._tenants(rows), minlength=len(self._names))
 
     def note_lookup(self, namespace: int, asked: int, hit: int) -> None:
-        """A request has got its blocks, so many of them from the cache."""
+        """A request that is served has got its blocks, so many of them from the cache."""
         lookups = self._lookups[self._tenant_of[namespace]]
         lookups.asked += asked
         lookups.hit += hit

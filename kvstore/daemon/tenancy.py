@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from kvstore.cache_use import Access, CacheUse
+from kvstore.daemon.log import Log
 from kvstore.daemon.namespaces import KnownNamespace, Namespaces
 from kvstore.daemon.owner import Owner
 from kvstore.errors import InvalidArgument, ResourceExhausted
@@ -22,7 +23,9 @@ __all__ = ["Tenancy"]
 
 _Name = TypeVar("_Name", bytes, str)
 _DIGEST_BYTES = 16
+_MAX_NAME_BYTES = 4096  # of a part of a namespace
 _MAX_RESTRICTED = 4096
+_LOG = Log("tenancy")
 _TOPIC = "use of the cache"
 _SAYS = {
     CacheUse.READ: "hits are served, nothing new is stored",
@@ -91,6 +94,8 @@ class Tenancy:
         """
         if tenant and digest:
             raise InvalidArgument("a tenant or a namespace, not both")
+        if len(tenant.encode()) > _MAX_NAME_BYTES:
+            raise InvalidArgument(f"a tenant's name has at most {_MAX_NAME_BYTES} bytes")
         if digest and len(digest) != _DIGEST_BYTES:
             raise InvalidArgument(f"a namespace's digest has {_DIGEST_BYTES} bytes, not {len(digest)}")
         if tenant:
@@ -99,6 +104,7 @@ class Tenancy:
             self._restrict(self._of_namespace, digest, use)
         else:
             self.everywhere = use
+        _LOG.info("cache", use=use.value, tenant=tenant or None, namespace=digest.hex() or None)
         self._apply()
         self._owner.settle_soon()
 

@@ -259,6 +259,29 @@ def test_blocks_that_are_found_on_disk_count() -> None:
     shared.rig.check()
 
 
+@pytest.mark.parametrize("reserved, kept", [(0, 0), (16, 16), (8, 8)])
+def test_an_extent_changes_class_only_where_no_reserve_lies_in_it(reserved: int, kept: int) -> None:
+    """A tenant with larger blocks came short and was given the extent that held what was reserved for another."""
+    shared = Shared(Tenant(name=ALICE, dram_reserve_bytes=reserved * PAGE), dram=0, hbm=64)
+    rig = shared.rig
+    for _ in range(2):
+        rig.store.add_extent(tier=Tier.DRAM, device=0, nbytes=8 * PAGE)
+    for seed in range(16):
+        shared.store(ALICE, 1, seed=seed)
+    assert shared.used(Tier.DRAM)[ALICE] == 16
+    rig.store.detach(shared.sessions[ALICE], rig.now_ms)
+    rig.store.detach(shared.sessions[BOB], rig.now_ms)
+    rig.store.detach(shared.sessions[EVE], rig.now_ms)
+    large = rig.attach(device=None, slot_bytes=2 * PAGE, digest=b"large".ljust(32, b"."))
+    for _ in range(4):
+        rig.step(large, want_room=8)
+        rig.message += 1
+        rig.store.top_up(large, rig.message)
+        rig.store.tick(rig.now_ms)
+    assert shared.used(Tier.DRAM)[ALICE] == kept
+    rig.check()
+
+
 def test_where_rows_run_out_reserves_hold_too() -> None:
     shared = Shared(Tenant(name=ALICE, hbm_reserve_bytes=6 * PAGE), hbm=64)
     state = shared.rig.store._state
