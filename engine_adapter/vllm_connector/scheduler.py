@@ -49,8 +49,11 @@ class SchedulerHalf:
         """Attaches in the background."""
         world = self._config.parallel_config.world_size
         why_not = next((rank.why_not for rank in ranks if rank.why_not), "")
-        if not why_not and (len(ranks) != world or len({(rank.order, rank.shared) for rank in ranks}) != 1):
-            why_not = f"{len(ranks)} of {world} ranks are here, or they keep their KV differently"
+        alike = {(rank.order, rank.shared, rank.payload_bytes) for rank in ranks}
+        if not why_not and (len(ranks) != world or len(alike) != 1):
+            why_not = (
+                f"{len(ranks)} of {world} ranks are here, or their parts of a block differ in size or layout"
+            )
         if why_not:
             _LOG.warning("kvstore: %s: vLLM serves without the store", why_not)
             return
@@ -147,7 +150,8 @@ class SchedulerHalf:
 
     def _describer(self, request: Any) -> Callable[[int, int], object] | None:
         """vLLM's event for stored blocks, named by vLLM's own hashes, so that its consumers know them."""
-        if not self._wants_events or self._config.cache_config.hash_block_size != self._groups.block_tokens:
+        hashed_tokens = getattr(self._kv_cache_config, "hash_block_size", None)
+        if not self._wants_events or hashed_tokens != self._groups.block_tokens:
             return None
         from vllm.distributed.kv_events import BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash

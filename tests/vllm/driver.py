@@ -26,7 +26,7 @@ os.environ.update(
 )
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 
 
 class Driver:
@@ -35,6 +35,8 @@ class Driver:
     def __init__(self, options: dict[str, Any]) -> None:
         connector = options.pop("connector", None)
         policy = options.pop("policy", "recompute")
+        if options.pop("events", False):
+            options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         transfer = None
         if connector is not None:
             transfer = KVTransferConfig(

@@ -214,3 +214,29 @@ def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:
         "max_us": float(max(found)),
         "sent": sent,
     }
+
+
+def record_events(driver: Driver) -> None:
+    """From now on the connector's events are kept."""
+    connector = driver.core.scheduler.connector
+    connector.kept, plain = [], connector.take_events
+
+    def take() -> Any:
+        events = list(plain())
+        connector.kept += events
+        return events
+
+    connector.take_events = take
+
+
+def recorded_events(driver: Driver) -> list[dict[str, Any]]:
+    """Those that were kept, as far as they can be told."""
+    return [
+        {
+            "blocks": len(event.block_hashes),
+            "first": event.parent_block_hash is None,
+            "tokens": len(event.token_ids),
+            "medium": event.medium,
+        }
+        for event in driver.core.scheduler.connector.kept
+    ]

@@ -64,9 +64,14 @@ def test_a_load_that_fails_ends_its_request_where_vllm_is_told_so(place: Path, p
     tokens, other = prompt(1, 4 * BLOCK + 5), prompt(2, 2 * BLOCK + 1)
     with (
         started(config) as service,
-        Vllm(place / "vllm.log", connector={"socket": config.socket}, policy="fail") as vllm,
+        Vllm(place / "vllm.log", connector={"socket": config.socket}, policy="fail", events=True) as vllm,
     ):
         assert vllm.call("attached")
+        vllm.call("record_events")
+        vllm.generate(tokens)
+        assert vllm.call("recorded_events") == [
+            {"blocks": 4, "first": True, "tokens": 4 * BLOCK, "medium": "CPU"}
+        ]
         local = vllm.generate(tokens)[0]
         vllm.reset()
         vllm.call("fail_loads", 2)
