@@ -42,7 +42,7 @@ def export(
     socket: Annotated[str | None, typer.Option(help="Socket of the service.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Export a namespace into a file. Exits with 1 where blocks that are there could not be read."""
+    """Export a namespace into a file. Exits with 1 where blocks, or a slab, could not be read."""
     if file.exists() and not force:
         raise AlreadyExists(f"{file} exists: choose another name, or overwrite it with --force")
     if nvme and not offline:
@@ -66,7 +66,7 @@ def export(
         print(json.dumps({"file": str(file), "namespace": info.digest.hex(), **asdict(done)}))
     else:
         _show(file, done)
-    if done.unread:
+    if done.unread or done.unopened:
         raise typer.Exit(1)
 
 
@@ -87,3 +87,5 @@ def _show(file: Path, done: Exported) -> None:
     ):
         if count:
             print(f"{format_count(count)} blocks {what}")
+    for slab in done.unopened:
+        print(f"no block of {slab}")

@@ -63,6 +63,8 @@ class Exported:
     slot_bytes: int
     file_bytes: int
     seconds: float
+    unopened: tuple[str, ...] = ()
+    """Slabs that an export without a service could not open, with the reason: no count has their blocks."""
 
 
 def unfinished(file: Path) -> Path:

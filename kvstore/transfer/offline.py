@@ -23,7 +23,7 @@ from kvstore.transfer.source import Batch, SlabPlace, SlabReader, pack_blocks
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.nvme.cleared import read_cleared, without_cleared
 from tiers.nvme.directory import lock_existing, read_secret
-from tiers.nvme.scan import scan_slabs
+from tiers.nvme.scan import scan_slabs, unopenable
 from tiers.nvme.slab import list_slabs
 
 __all__ = ["Offline", "opened_folders"]
@@ -43,6 +43,8 @@ class Offline:
         self._known: dict[bytes, KnownNamespace] = {
             each.row_digest[:DIGEST_BYTES]: each for each in known.values()
         }
+        self.unopened = tuple(text for folder in folders for text in unopenable(folder, list_slabs(folder)))
+        """Slabs that cannot be opened, with the reason: whose blocks are in them nobody knows."""
         found = [_records(folder) for folder in folders]
         self._records: NDArray[np.void] = np.concatenate(found)
         self._folder_of = np.repeat(np.arange(len(folders)), [len(part) for part in found])
@@ -83,6 +85,7 @@ class Offline:
             other_size=int(np.count_nonzero(mine & ~fitting)),
             slot_bytes=slot_bytes,
             file_bytes=done.file_bytes,
+            unopened=self.unopened,
             seconds=time.monotonic() - began_s,
         )
 

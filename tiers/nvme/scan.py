@@ -20,8 +20,9 @@ from tiers.nvme.index import RECORD
 from tiers.nvme.slab import SlabFile, stride_bytes
 from tiers.nvme.trailer import TRAILER_BYTES, Trailer, read_trailer
 
-__all__ = ["differing", "keep_known", "scan_slabs"]
+__all__ = ["differing", "keep_known", "scan_slabs", "unopenable"]
 
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _BATCH_SLOTS = 512
 _THREADS = 8  # single pages from all over the disk: its latency is what costs
 
@@ -44,6 +45,17 @@ def scan_slabs(directory: Path, slabs: Sequence[SlabFile], disk: Disk = SYSTEM_D
         found = list(pool.map(lambda job: _scan_batch(disk, directory, *job), jobs))
     records = np.concatenate([part.records for part in found])
     return _newest(records, np.concatenate([part.written_ms for part in found]))
+
+
+def unopenable(directory: Path, slabs: Sequence[SlabFile], disk: Disk = SYSTEM_DISK) -> list[str]:
+    """Of slabs that a scan counts as empty because they cannot be opened: which, and why."""
+    found = []
+    for file in slabs:
+        try:
+            disk.close(disk.open(directory / file.name, _FLAGS))
+        except OSError as error:
+            found.append(f"{directory / file.name}: {error.strerror}")
+    return found
 
 
 def keep_known(records: NDArray[np.void], slabs: Sequence[SlabFile]) -> NDArray[np.void]:
@@ -74,7 +86,7 @@ def differing(directory: Path, slabs: Sequence[SlabFile], records: NDArray[np.vo
 
 def _differ(directory: Path, file: SlabFile, records: NDArray[np.void]) -> list[bool]:
     try:
-        fd = os.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(directory / file.name, _FLAGS)
     except OSError:
         return [True] * len(records)
     stride = stride_bytes(file.slot_bytes)
@@ -95,7 +107,7 @@ def _scan_batch(disk: Disk, directory: Path, file: SlabFile, first: int) -> _Fou
     slots: list[int] = []
     trailers: list[Trailer] = []
     try:
-        fd = disk.open(directory / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = disk.open(directory / file.name, _FLAGS)
     except OSError:
         return _found(file, slots, trailers)
     stride = stride_bytes(file.slot_bytes)

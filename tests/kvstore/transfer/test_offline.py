@@ -72,6 +72,21 @@ def test_a_damaged_block_is_left_out(place: Path) -> None:
     assert (found.stored, found.damaged, found.complete) == (9, 0, True)
 
 
+def test_a_slab_that_cannot_be_opened_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counted as empty: the export said that all was well, and lacked what was in it."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service, engine(service, parts()) as one:
+        one.store(many(1, 10))
+        assert one.client.flush().pending_blocks == 0
+    slab = place / "nvme" / "slab-99-16384.kv"
+    slab.symlink_to("elsewhere")  # which nobody follows
+    with pytest.raises(typer.Exit):
+        export(place / "m.kvx", namespace="m", offline=True, nvme=[str(place / "nvme")])
+    assert f"no block of {slab}: Too many levels of symbolic links" in capsys.readouterr().out
+    _, found = asyncio.run(check_file(place / "m.kvx", progress=quiet))
+    assert (found.stored, found.complete) == (10, True), "the rest is in the file"
+
+
 def test_of_two_copies_of_a_block_the_whole_one_is_read(place: Path) -> None:
     """Of a block that lay on two disks one copy was chosen; where that was damaged, the block was left out."""
     with started(small_config(place, nvme_bytes=128 * MIB)) as service, engine(service, parts()) as one:
