@@ -7,6 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from bench.tables import FilledStore
+from eviction.auto import AutoPolicy
+from eviction.base import PolicyFactory
+from eviction.s3fifo import S3FifoPolicy
 from kvstore.layout import NONE, Tier
 from kvstore.loading import LoadSlab
 from kvstore.moves import Outcome, StoreLimits
@@ -160,10 +163,10 @@ def test_at_its_reserve_a_tenant_still_replaces_its_own_blocks() -> None:
     shared.rig.check()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_tenant_loses_what_is_reserved_for_it_to_another(seed: int) -> None:
-    """Whatever the tenants do, in all tiers: a turn of one never leaves another below the smaller of what it had and
-    what is reserved for it."""
+@pytest.mark.parametrize("seed, policy", [(0, None), (1, None), (2, S3FifoPolicy), (3, AutoPolicy)])
+def test_no_tenant_loses_what_is_reserved_for_it_to_another(seed: int, policy: PolicyFactory | None) -> None:
+    """Whatever the tenants do, in all tiers and under policies that name victims: a turn of one never leaves another
+    below the smaller of what it had and what is reserved for it."""
     rng = np.random.default_rng(seed)
     shared = Shared(
         Tenant(name=ALICE, hbm_reserve_bytes=10 * PAGE, dram_reserve_bytes=12 * PAGE, nvme_reserve_bytes=9 * PAGE),
@@ -172,6 +175,9 @@ def test_no_tenant_loses_what_is_reserved_for_it_to_another(seed: int) -> None:
             hbm_reserve_bytes=4 * PAGE, dram_reserve_bytes=8 * PAGE, nvme_reserve_bytes=5 * PAGE,
         ),
     )  # fmt: skip
+    if policy is not None:
+        for tier in (Tier.DRAM, Tier.NVME):
+            shared.rig.store._state.rankings.rank(tier, "policy", policy, 32 * PAGE)
     names = (OTHERS, ALICE, BOB)
     reserved = {(share.tenant, share.tier): share.reserve_bytes // PAGE for share in shared.sharing.shares()}
     evicted = 0
