@@ -108,7 +108,10 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             link.close(_CLOSE_S)
 
     def clear(self) -> None:
-        """Forgets all pages of this rank for good. Raises Unavailable without a daemon."""
+        """Forgets all pages of this rank for good; what comes later is kept until this process ends.
+
+        Weights may have been replaced. Raises Unavailable without a daemon; pages from before are not read even then.
+        """
         if self._store is not None:
             with connect(self._options.socket, timeout_s=_TIMEOUT_S) as client:
                 _LOG.info("%d pages are forgotten", self._store.clear(client))
@@ -306,5 +309,5 @@ def _link_plan(facts: HiCacheFacts, options: HiCacheOptions) -> LinkPlan:
         geometry=geometry,
         group=None,
         room_blocks=max(16, min(256, _ROOM_BYTES // geometry.slot_bytes)),
-        parts=lambda _: namespace_parts(facts, options.weights),
+        parts=lambda identity: namespace_parts(facts, options.weights, epoch=identity.epoch),
     )

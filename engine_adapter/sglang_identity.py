@@ -83,8 +83,10 @@ def options_of(extra_config: Mapping[str, object] | None) -> HiCacheOptions:
     return HiCacheOptions(**texts, **times)  # checked above
 
 
-def namespace_parts(facts: HiCacheFacts, weights: str | None) -> dict[str, bytes]:
+def namespace_parts(facts: HiCacheFacts, weights: str | None, *, epoch: str = "") -> dict[str, bytes]:
     """The parts of a namespace (kvstore/identity.py). Reads the weights, in part where they are large.
+
+    `epoch`: another one for what is stored after the engine's weights may have changed.
 
     Raises InvalidArgument where nothing says which weights these are: another model's KV could be taken for theirs.
     """
@@ -108,7 +110,11 @@ def namespace_parts(facts: HiCacheFacts, weights: str | None) -> dict[str, bytes
         "rope": facts.overrides.encode(),
         "sharding": _sharding(facts).encode(),
     }
-    return parts | ({"adapter": _adapters_digest(facts.adapters)} if facts.adapters else {})
+    if facts.adapters:
+        parts["adapter"] = _adapters_digest(facts.adapters)
+    if epoch:
+        parts["epoch"] = epoch.encode()
+    return parts
 
 
 def _adapters_digest(adapters: Sequence[tuple[str, str | None]]) -> bytes:

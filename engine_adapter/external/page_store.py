@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -37,7 +38,6 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["Copy", "PageStore", "Patience", "Run"]
 
 _LOG = logging.getLogger("kvstore.engine")
-_ALL_ALIKE = Identity()
 _MAX_PREFETCHED = 256
 """Portions that were asked for ahead and not loaded yet; the oldest is given up."""
 _ASK_AGAIN_S = 0.2
@@ -71,6 +71,7 @@ class _Chain:
     """A run in one namespace. `names` has the blocks before it too, and it begins at `first`."""
 
     session: Session
+    identity: Identity
     namespace: Namespace
     names: U64  # [n, 2]
     first: int
@@ -105,12 +106,13 @@ class PageStore(Listener):
         self._listened: Session | None = None
         self._answers = threading.Condition()
         self._awaited: dict[tuple[int, int], SealOutcome | None] = {}  # by slot and generation
-        link.namespace(_ALL_ALIKE)  # opens it as soon as there is a session
+        self._identity = Identity()
+        link.namespace(self._identity)  # opens it as soon as there is a session
 
     @property
     def ready(self) -> bool:
         """Whether there is a store just now; else everything is a miss."""
-        return self._opened() is not None
+        return self._chain(Run(ids=())) is not None
 
     # ------------------------------------------------------------ looking
 
@@ -265,7 +267,11 @@ class PageStore(Listener):
         self._listen(chain.session)
         with self._answers:
             self._awaited.update(dict.fromkeys(keys))
-        chain.session.step(seals=_seals(chain, room, depths), dropped_dram=room.slots)
+        with self._lock:
+            if chain.identity is self._identity:
+                chain.session.step(seals=_seals(chain, room, depths), dropped_dram=room.slots)
+            else:  # of before a clear
+                chain.session.step(dropped_dram=room.slots)
         with self._answers:
             self._answers.wait_for(
                 lambda: all(self._awaited[key] is not None for key in keys), self._patience.store_s
@@ -293,27 +299,32 @@ class PageStore(Listener):
     def clear(self, client: Client) -> int:
         """Forgets every block of the namespace for good; how many. `client` is of the same daemon.
 
-        Raises Unavailable where there is no store now: its blocks would be there again later.
+        Nothing from before is read, or stored, from here on, whatever becomes of the call: the engine's weights may be
+        others now. So what is stored afterwards has a name of its own, which ends with this process.
+
+        Raises Unavailable where there is no store now: blocks from before will be there for a next process.
         """
-        opened = self._opened()
-        if opened is None:
+        old = self._chain(Run(ids=()))
+        with self._lock:
+            self._identity = Identity(epoch=secrets.token_hex(16))
+        self._link.namespace(self._identity)
+        if old is None or not old.session.drain(self._patience.answer_s):
             raise Unavailable("the store cannot be reached: nothing is forgotten", retry_after_s=1.0)
-        request = pb.ClearRequest(namespace=opened[1].handle)
-        reply: pb.ClearReply = client.call("Clear", request, service="admin")
+        reply: pb.ClearReply = client.call(
+            "Clear", pb.ClearRequest(namespace=old.namespace.handle), service="admin"
+        )
         return reply.removed_blocks
 
     def _chain(self, run: Run) -> _Chain | None:
         """The run's names; None while there is no store."""
-        opened = self._opened()
-        if opened is None:
+        session, identity = self._link.session, self._identity
+        namespace = self._link.namespace(identity)
+        if session is None or namespace is None:
             return None
-        session, namespace = opened
         names = _names(namespace, [*run.before, *run.ids])
-        return _Chain(session=session, namespace=namespace, names=names, first=len(run.before))
-
-    def _opened(self) -> tuple[Session, Namespace] | None:
-        session, namespace = self._link.session, self._link.namespace(_ALL_ALIKE)
-        return None if session is None or namespace is None else (session, namespace)
+        return _Chain(
+            session=session, identity=identity, namespace=namespace, names=names, first=len(run.before)
+        )
 
     def _prefetch_lease(self, session: Session, first: U64) -> int:
         """For a portion that begins with this block; the same when it is asked for again."""
