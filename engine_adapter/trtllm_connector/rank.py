@@ -58,6 +58,7 @@ class RankHalf:
         self._leader = ""
         self._plan = _NO_PLAN
         self._running: dict[int, str] = {}  # job → request
+        self._failed: set[str] = set()  # requests whose loads did not come
         self._saving: set[int] = set()
         self._loading: set[int] = set()
 
@@ -144,10 +145,10 @@ class RankHalf:
         self._loading.update(loading)
         if self._working is not None and self._working.loads_wait:
             self._working.begin_loads(_NO_PLAN)
-        failed = self._say()
-        if failed:
+        self._say()
+        if self._failed:
             raise Unavailable(
-                f"KV of the requests {', '.join(sorted(failed))} was promised and could not be loaded: "
+                f"KV of the requests {', '.join(sorted(self._failed))} was promised and could not be loaded: "
                 "they cannot be computed with what is in their pages"
             )
         busy = {int(request) for request in self._running.values()}
@@ -156,14 +157,14 @@ class RankHalf:
         self._loading -= set(done.loading)
         return done
 
-    def _say(self) -> set[str]:
-        """Tells the leader what has ended; the requests whose loads have failed."""
+    def _say(self) -> None:
+        """Notes what has ended, and tells the leader."""
         if self._working is None:
-            return set()
-        failed = set(self._working.received().failed_requests)
+            return
+        self._failed |= self._working.received().failed_requests
         report = self._working.report()
         if report is None:
-            return failed
+            return
         for number in report.done:
             self._running.pop(number, None)
         try:
@@ -172,7 +173,6 @@ class RankHalf:
         except OSError as error:  # it ends, and the engine with it
             _LOG.warning("kvstore: the leader has gone: %s", error)
             self._channel = None
-        return failed
 
     def close(self) -> None:
         """Nothing is copied afterwards."""

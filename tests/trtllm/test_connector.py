@@ -341,6 +341,30 @@ def test_a_load_that_fails_is_an_error_not_a_wrong_block(
 # ------------------------------------------------------------ everything at once, and what dies
 
 
+def test_a_load_that_fails_beside_a_running_request_is_an_error_too(
+    service: Service, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure that was noticed where a step's stores begin was forgotten, and the pages were taken as loaded."""
+    tokens = prompt(4 * B + 1)
+    with host(service.socket, model, monkeypatch) as made:
+        cached(made, tokens)
+        made.settle()
+        await_cached(made, tokens, 4 * B)
+        made.add(prompt(B), new_tokens=60)
+        half = made.workers[0]._half
+        monkeypatch.setattr(type(half._member), "sealed", lambda self, slots, generations: slots < 0)
+        made.iterate()
+        request = made.add(tokens)
+        made._allocate()
+        half.bind(made.scheduler.build_connector_meta(interface.SchedulerOutput()))
+        half.begin_loads(None)
+        wait_for("its end", lambda: all(running.ended for running in half._working._loads.values()))
+        half.begin_stores(None)
+        with pytest.raises(KvstoreError, match=f"requests {request.request_id} was promised"):
+            made.iterate()
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.engine)])
 def test_a_crowd_in_a_small_pool_reads_nothing_wrong(
     service: Service, model: str, monkeypatch: pytest.MonkeyPatch, world: int
