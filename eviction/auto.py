@@ -10,7 +10,7 @@ were used, from which any other candidate is made when that takes over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -82,6 +82,11 @@ class AutoPolicy:
         self._hazard.remove(rows)
         if self._other is not None:
             self._other.remove(rows)
+
+    def hit_rates(self) -> Mapping[str, float]:
+        """See Chooser."""
+        seen = self.shadows.seen
+        return {name: hits / seen for name, hits in self.shadows.hits.items()} if seen else {}
 
     def check_integrity(self) -> None:
         """Raises AssertionError where policies differ in what is cached. O(rows)."""

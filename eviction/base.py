@@ -16,15 +16,15 @@ blocks and uses the numbers as both. Policies know nothing of tiers, slots or se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EvictionPolicy", "MayGo", "Policy", "PolicyFactory", "Rows", "Stop", "Use"]
+__all__ = ["Chooser", "EvictionPolicy", "MayGo", "Policy", "PolicyFactory", "Rows", "Stop", "Use"]
 
 Rows = NDArray[np.uint32]
 """[n] rows of the owner's table."""
@@ -105,6 +105,18 @@ class Policy(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError where its parts contradict each other. O(rows)."""
+        ...
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What a policy that follows one of several says of them."""
+
+    in_charge: str
+    """The one that it follows."""
+
+    def hit_rates(self) -> Mapping[str, float]:
+        """What each of them would have hit lately, 0 to 1, of a sample of what was asked for; empty before any."""
         ...
 
 

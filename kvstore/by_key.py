@@ -18,7 +18,7 @@ from kvstore.moves import U32, U64
 from kvstore.slots import ClassKey, SlotClass, SlotPool
 from kvstore.state import NO_SLOTS, StoreState
 
-__all__ = ["ONLY_COPY_MS", "ByKey", "Chosen", "lower"]
+__all__ = ["ONLY_COPY_MS", "ByKey", "Chosen", "kept", "lower"]
 
 Evictable = Callable[[SlotPool, U32], NDArray[np.bool_]]
 """[n] whether each slot may be a victim now."""
@@ -31,7 +31,7 @@ _SMALL_CLASS_SLOTS = 1 << 15  # searched as a whole
 _WINDOW_SLOTS = 1 << 13
 _MAX_WINDOWS = 4  # searched at once where anything is found: 0.2 ms each
 _SAMPLE_SLOTS = 4096
-_KNOWN = np.uint64(1 << 62)  # above every touch key, below what queued requests want
+_KNOWN = np.uint64(1 << 61)  # above every touch key until 2039, below what is retained
 _STATE_BITS = np.uint64(0xFF)
 
 
@@ -41,12 +41,12 @@ class Chosen:
 
     slots: U32
     touches: U64
-    wanted: NDArray[np.bool_]
-    """Whether a queued request wanted each then: what is wanted only since is no victim of this choice."""
+    kept: NDArray[np.bool_]
+    """Whether each was `kept` then: what is kept only since is no victim of this choice."""
 
     def keep(self, which: slice | NDArray[np.bool_]) -> None:
         """The others are used up."""
-        self.slots, self.touches, self.wanted = self.slots[which], self.touches[which], self.wanted[which]
+        self.slots, self.touches, self.kept = self.slots[which], self.touches[which], self.kept[which]
 
 
 class ByKey:
@@ -123,7 +123,7 @@ class ByKey:
         keys[eligible] = self._keys(pool, slots[eligible])
         best = slots[self._state.policy.victims(keys, eligible, count)]
         rows = pool.row[best]
-        return Chosen(best, self._state.columns.touch[rows], self._state.queued.wanted[rows] > 0)
+        return Chosen(best, self._state.columns.touch[rows], kept(self._state, rows))
 
     def _keys(self, pool: SlotPool, slots: U32) -> U64:
         """[n] eviction keys of SEALED slots."""
@@ -133,6 +133,7 @@ class ByKey:
         ranking = self._state.rankings.get(pool.tier)
         if ranking is not None:
             keys[ranking.knows(rows)] |= _KNOWN
+        self._state.retention.raise_keys(keys, rows, self._state.now_ms)
         self._state.queued.raise_keys(keys, rows, columns.depth)
         if pool.tier is Tier.NVME:
             return keys
@@ -146,8 +147,14 @@ class ByKey:
         good = self._evictable(pool, slots)
         rows = pool.row[slots[good]]
         same = state.columns.touch[rows] == chosen.touches[:count][good]
-        good[good] = same & ((state.queued.wanted[rows] == 0) | chosen.wanted[:count][good])
+        good[good] = same & (~kept(state, rows) | chosen.kept[:count][good])
         return good
+
+
+def kept(state: StoreState, rows: U32) -> NDArray[np.bool_]:
+    """[n] whether a queued request wants each block, or an engine had it retained: it goes after all others."""
+    wanted: NDArray[np.bool_] = state.queued.wanted[rows] > 0
+    return wanted | state.retention.holds(rows, state.now_ms)
 
 
 def lower(columns: Columns, tier: Tier, rows: U32) -> NDArray[np.bool_]:

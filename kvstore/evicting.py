@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import MayGo
-from kvstore.by_key import ONLY_COPY_MS, ByKey, Chosen, lower
+from kvstore.by_key import ONLY_COPY_MS, ByKey, Chosen, kept, lower
 from kvstore.layout import NONE, ExtentState, SlotState, State, Tier
 from kvstore.moves import U32, MissCause
 from kvstore.quotas import ANYBODY
@@ -311,7 +311,7 @@ class Evictor:
         def may_go(slots: U32) -> NDArray[np.bool_]:
             good = self.evictable(pool, slots) & of_class[pool.extent[slots]]
             rows = pool.row[slots[good]]
-            good[good] = state.queued.wanted[rows] == 0 if spare is None else spare(rows)
+            good[good] = ~kept(state, rows) if spare is None else spare(rows)
             return good
 
         def expendable(slots: U32) -> NDArray[np.bool_]:

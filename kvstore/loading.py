@@ -221,6 +221,7 @@ class Loading:
         state.fault("load.sealed")
         columns.state[rows] |= np.uint64(State.SEALED)
         state.fault("load.rows")
+        state.rankings.strangers_came(Tier.NVME)
         self.loaded += len(rows)
 
     def _is_cleared(self, rows: U32) -> NDArray[np.bool_]:

@@ -32,6 +32,7 @@ _MOST_NOTED = 1 << 14
 """Notes that wait. More come only where the background has not run for long; the oldest are then never told."""
 _TOLD_A_TICK = 1 << 13
 """Blocks: what a turn of the background may take, a millisecond or two."""
+_RESIZED_BY = 0.25
 _NO_ROWS: U32 = np.empty(0, dtype=np.uint32)
 
 
@@ -75,8 +76,8 @@ class Ranking:
         return self._policy
 
     def resize(self, capacity_bytes: int) -> None:
-        """The tier has another size: the policy begins anew, and what it knew are strangers."""
-        if capacity_bytes != self._capacity_bytes:
+        """The tier has another size. By much: the policy begins anew, and what it knew are strangers."""
+        if abs(capacity_bytes - self._capacity_bytes) > _RESIZED_BY * self._capacity_bytes:
             self._capacity_bytes = capacity_bytes
             self._policy = None
             self._told[:] = 0
@@ -188,6 +189,12 @@ class _Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    rows: U32
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Came:
     tier: Tier
     slots: U32
@@ -204,7 +211,7 @@ class Rankings:
         self._pools = {Tier.DRAM: dram, Tier.NVME: nvme}
         self._wanted = wanted
         self._by_tier: dict[Tier, Ranking] = {}
-        self._noted: deque[_Served | _Came] = deque(maxlen=_MOST_NOTED)
+        self._noted: deque[_Served | _Ended | _Came] = deque(maxlen=_MOST_NOTED)
         self._served: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._expected: list[U32] = []
         """Rows that came into DRAM for a queued request: it tells of them."""
@@ -237,6 +244,17 @@ class Rankings:
         if tier in self._by_tier and len(slots):
             self._noted.append(_Came(tier=tier, slots=slots))
 
+    def ended(self, rows: U32, stop: Stop) -> None:
+        """The answer to a prompt of these blocks (NONE: a block without a row) ended, for that reason."""
+        if self._by_tier:
+            self._noted.append(_Ended(rows=rows, stop=stop))
+
+    def strangers_came(self, tier: Tier) -> None:
+        """A tier has blocks that its policy will not be told of."""
+        ranking = self._by_tier.get(tier)
+        if ranking is not None:
+            ranking.all_known = False
+
     def forget_session(self, session: int) -> None:
         """The next session of its number numbers its leases anew."""
         for key in [key for key in self._served if key[0] == session]:
@@ -260,6 +278,11 @@ class Rankings:
                 told = len(rows)
                 for ranking in self._by_tier.values():
                     ranking.used(rows, now_s, note.blocks)
+            elif isinstance(note, _Ended):
+                rows = note.rows[note.rows != NONE]
+                told = len(rows)
+                for ranking in self._by_tier.values():
+                    ranking.ended(rows, note.stop)
             else:
                 slots = self._came_with(note)
                 told = len(slots)
@@ -288,11 +311,6 @@ class Rankings:
         if len(rows):
             rows = rows[np.argsort(self._columns.depth[rows], kind="stable")]
             ranking.used(rows, now_s, len(rows))
-
-    def ended(self, rows: U32, stop: Stop) -> None:
-        """The answer to a prompt of these blocks ended, for that reason."""
-        for ranking in self._by_tier.values():
-            ranking.ended(rows, stop)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a policy's parts contradict each other. O(slots)."""

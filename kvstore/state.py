@@ -32,6 +32,7 @@ from kvstore.queued import Queued
 from kvstore.quotas import Quotas
 from kvstore.ranking import Rankings
 from kvstore.recorder import Event, NoRecorder, Recorder
+from kvstore.retention import Retention
 from kvstore.sampling import Sample
 from kvstore.sessions import Namespaces, Session, Sessions
 from kvstore.slots import ClassKey, SlotPool
@@ -84,6 +85,7 @@ class StoreState:
         "quotas",
         "rankings",
         "recorder",
+        "retention",
         "sample",
         "sealed_in_dram",
         "sessions",
@@ -117,6 +119,7 @@ class StoreState:
         self.queued = Queued(columns.shape.max_rows)
         self.rankings = Rankings(columns, self.dram, self.nvme, self.queued.wanted)
         """Who names victims in DRAM and NVMe in place of `policy`."""
+        self.retention = Retention(columns)
         self.quotas = Quotas(columns)
         self.uses = Uses(columns.shape.max_namespaces)
         self.ghosts = Ghosts(limits.ghosts)

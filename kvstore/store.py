@@ -1,8 +1,7 @@
 """The store: the state machine that decides where every block lives, over shared memory that the caller gives.
 
-Pure: the time is an argument, decisions come out as data (`take_changed`, `top_up`, `take_moves`),
-completions go back in. One owner: no call may overlap another. Errors are raised before anything is changed, or say
-that nothing was. The files beside this one hold the parts: acquiring, sealing, moving, evicting, crediting, recovering.
+Pure: the time is an argument, decisions come out as data (`take_changed`, `top_up`, `take_moves`), completions go back
+in. One owner: no call may overlap another. Errors are raised before anything is changed. Files beside hold the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from kvstore.crediting import Crediting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvstore.evicting import Evictor
 from kvstore.health import PathHealth
+from kvstore.hints import Hints
 from kvstore.index_changes import IndexChanges
 from kvstore.layout import (
     NONE,
@@ -84,9 +84,9 @@ class Store:
         "_prefetching",
         "_sealing",
         "_state",
+        "hints",
         "index_changes",
         "paths",
-        "rankings",
         "sharing",
         "watching",
     )
@@ -94,7 +94,7 @@ class Store:
     def __init__(self, state: StoreState) -> None:
         """For `create` and `recover`."""
         self._state = state
-        self.rankings = state.rankings
+        self.hints = Hints(state)
         self._evictor = Evictor(state)
         self._leaving = Leaving(state, self._evictor)
         self._moving = Moving(state, self._evictor)
@@ -339,7 +339,7 @@ class Store:
         )
         grant = self._acquiring.acquire(request, rows[first:])
         self._prefetching.answered(found, lease, grant, reserve)
-        self.rankings.served(session, lease, rows, grant)
+        state.rankings.served(session, lease, rows, grant)
         note_grant(found, grant, grant_id, limits.max_unseen_grants)
         return grant
 

@@ -91,7 +91,7 @@ class TieredStore:
         self._now_ms = 1
         for tier, slots in ((Tier.DRAM, sizes.dram), (Tier.NVME, sizes.nvme)):
             if policy is not None and slots:
-                self.store.rankings.rank(tier, "simulated", policy, slots * sizes.slot_bytes)
+                self.store.hints.rankings.rank(tier, "simulated", policy, slots * sizes.slot_bytes)
         for tier, slots, size in (
             (Tier.HBM, sizes.hbm, sizes.slot_bytes),
             (Tier.DRAM, sizes.dram, sizes.slot_bytes),
@@ -129,7 +129,7 @@ class TieredStore:
     def ended(self, hashes: U64, stop: Stop) -> None:
         """The answer to a prompt is complete."""
         rows = self._index.locate(hashes)
-        self.store.rankings.ended(rows[rows != NONE], stop)
+        self.store.hints.rankings.ended(rows[rows != NONE], stop)
 
     def prefetch(self, lease: int, hashes: U64, at_s: float) -> None:
         """A request waits that is expected to run at that time."""
@@ -224,7 +224,7 @@ class TieredStore:
 
     def check_rankings(self) -> None:
         """Raises AssertionError where a policy's parts contradict each other."""
-        self.store.rankings.check_integrity()
+        self.store.hints.rankings.check_integrity()
 
     def stats(self) -> StoreStats:
         """Of the store."""

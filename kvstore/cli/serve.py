@@ -24,6 +24,9 @@ from kvstore.errors import ConfigError
 __all__ = ["keeper_command", "serve"]
 
 
+_DramPolicy = Annotated[str | None, typer.Option(help="Which blocks of DRAM go first: auto, lru, …")]
+_NvmePolicy = Annotated[str | None, typer.Option(help="The same of NVMe.")]
+_OrphanTtl = Annotated[str | None, typer.Option(help="How long HBM that no engine maps is kept, like 120s.")]
 _Cache = Annotated[str | None, typer.Option(help="How it begins: on, read, write, off or dry-run.")]
 _Tenant = Annotated[
     list[str] | None,
@@ -66,13 +69,13 @@ def serve(
         str | None, typer.Option(help="Most models, adapters, salts, … known at one time.")
     ] = None,
     clean_percent: Annotated[str | None, typer.Option(help="Part of each tier that is kept free.")] = None,
+    dram_policy: _DramPolicy = None,
+    nvme_policy: _NvmePolicy = None,
     prefetch_percent: Annotated[str | None, typer.Option(help="Most of DRAM for reads ahead of use.")] = None,
     canary_every: Annotated[
         str | None, typer.Option(help="Of so many blocks from DRAM one is checked again; 0: none.")
     ] = None,
-    orphan_ttl: Annotated[
-        str | None, typer.Option(help="How long HBM that no engine maps is kept, like 120s.")
-    ] = None,
+    orphan_ttl: _OrphanTtl = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     cache: _Cache = None,
     tenant: _Tenant = None,

@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.admin import open_client
+from kvstore.cli.loads import load_lines, loads_dict
+from kvstore.cli.status_policies import policy_lines, policy_values
 from kvstore.cli.status_sharing import sharing_parts, sharing_values, use_of, used_for
 from kvstore.units import format_count, format_duration, format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -21,9 +23,13 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["status"]
 
 _BAR_WIDTH = 12
-_TIER_FIELDS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
+_TIER_FIELDS = tuple(
+    field.name
+    for field in pb.TierStats.DESCRIPTOR.fields
+    if field.name not in ("tier", "policy", "in_charge", "shadows")
+)
 _SESSION_FIELDS = tuple(
-    field.name for field in pb.SessionStats.DESCRIPTOR.fields if field.name != "cache_use"
+    field.name for field in pb.SessionStats.DESCRIPTOR.fields if field.name not in ("cache_use", "loads")
 )
 _DEVICE_FIELDS = tuple(field.name for field in pb.DeviceStats.DESCRIPTOR.fields)
 _PATH_FIELDS = tuple(field.name for field in pb.PathStats.DESCRIPTOR.fields)
@@ -65,11 +71,12 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
         "queued_writes": stats.queued_writes,
         "moves_in_flight": stats.moves_in_flight,
         "tiers": [
-            {"tier": tier.tier, **{name: getattr(tier, name) for name in _TIER_FIELDS}}
+            {"tier": tier.tier, **{name: getattr(tier, name) for name in _TIER_FIELDS}, **policy_values(tier)}
             for tier in stats.tiers
         ],
         "sessions": [
             {**{name: getattr(item, name) for name in _SESSION_FIELDS}, "cache": use_of(item.cache_use).value}
+            | loads_dict(item)
             for item in stats.sessions
         ],
         "paths": [{name: getattr(item, name) for name in _PATH_FIELDS} for item in stats.paths],
@@ -96,6 +103,7 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         _moves(stats),
     )
     parts: list[RenderableType] = [head, _tiers(stats)]
+    parts += [Text(line) for line in policy_lines(stats.tiers)]
     if stats.paths:
         parts.append(_paths(stats))
     if early := _read_ahead(stats.counters):
@@ -109,6 +117,7 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         parts.append(_gpus(stats))
     if stats.sessions:
         parts.append(_sessions(stats))
+        parts += [Text(line) for line in load_lines(stats)]
     shown = {name: value for name, value in sorted(stats.counters.items()) if value or every_counter}
     if shown:
         parts.append(_counters(shown))

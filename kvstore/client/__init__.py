@@ -12,6 +12,7 @@ from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant
 from kvstore.client.memory import DramListener
+from kvstore.client.retain import StopReason
 from kvstore.client.session import Session
 from kvstore.client.state import Listener, Targets
 
@@ -29,6 +30,7 @@ __all__ = [
     "SealResult",
     "Session",
     "SlotRun",
+    "StopReason",
     "Targets",
     "TierChange",
     "connect",

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.grant import PendingGrant
+from kvstore.client.retain import Retain
 from kvstore.wire.packed import COPY, SEAL
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["Cancel", "Item", "Outbox", "Prefetch", "Step", "StepBuffer"]
+__all__ = ["Cancel", "Hint", "Item", "Outbox", "Prefetch", "Step", "StepBuffer"]
 
 _MAX_UNANSWERED_STEPS = 1024
 _NO_SLOTS: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
@@ -63,7 +64,9 @@ class _StepDue:
     """Place in the queue where the merged step leaves."""
 
 
-Item = PendingGrant | Step | Prefetch | Cancel | Decision | TierChange
+Hint = Prefetch | Cancel | Decision | TierChange | Retain
+"""What holds nothing and is not answered."""
+Item = PendingGrant | Step | Hint
 
 
 @dataclass(slots=True)
@@ -110,7 +113,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, item: PendingGrant | Prefetch | Cancel | Decision | TierChange) -> None:
+    def put(self, item: PendingGrant | Hint) -> None:
         """Appends a message."""
         self._queue.append(item)
 
@@ -202,7 +205,7 @@ class Outbox:
             self._unanswered_steps += 1
             if self._unanswered_steps > _MAX_UNANSWERED_STEPS:
                 self._forget_oldest_step()
-        if not isinstance(item, Cancel | Decision | TierChange):
+        if not isinstance(item, Cancel | Decision | TierChange | Retain):
             self._sent.append((message_id, item))
         return _encode(message_id, item)
 
@@ -228,7 +231,7 @@ def _encode(message_id: int, item: Item) -> pb.ClientMessage:
                 private_fill=item.private_fill,
             ),
         )
-    if isinstance(item, Decision | TierChange):
+    if isinstance(item, Decision | TierChange | Retain):
         return item.encode(message_id)
     if isinstance(item, Step):
         return pb.ClientMessage(id=message_id, step=_encode_step(item))

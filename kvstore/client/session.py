@@ -27,6 +27,7 @@ from kvstore.client.grant import PendingGrant
 from kvstore.client.group import Group
 from kvstore.client.memory import DramListener, DramMemory, HbmMemory
 from kvstore.client.outbox import Cancel, Prefetch
+from kvstore.client.retain import Retain, StopReason
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import Listener, SessionState, Targets
 from kvstore.client.stream import Stream
@@ -190,6 +191,35 @@ class Session:
     def cancel(self, lease: int) -> None:
         """Forgets what a lease waits for or prefetches."""
         self._state.put(Cancel(lease=lease))
+
+    def retain(
+        self,
+        namespace: Namespace,
+        hashes: U64,
+        *,
+        first: int = 0,
+        last: int = 0,
+        stop: StopReason = StopReason.UNKNOWN,
+        priority: int = 0,
+        ttl_ms: int = 0,
+    ) -> None:
+        """Says what is known of the next use of blocks [first, last) of a chain ([n, 2]); `last` 0: to its end.
+
+        A hint: nothing is held, nothing is answered, and blocks that are not cached are passed over. `priority` (1 to
+        100) puts them above every block of less for `ttl_ms`, and above what the daemon predicts; 0 ends that.
+        """
+        hashes = hashes[: self._state.max_message_blocks]
+        self._state.put(
+            Retain(
+                namespace=namespace.handle,
+                hashes=hashes,
+                first=min(first, len(hashes)),
+                last=min(last, len(hashes)),
+                stop=stop,
+                priority=priority,
+                ttl_ms=ttl_ms,
+            )
+        )
 
     def decided(self, what: Decision | TierChange) -> None:
         """Tells the daemon what was decided here, for status, explain and the recorder. A hint, nothing is answered."""

@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.credit import HeldSlots, SlotRun
-from kvstore.client.decision import Decision, TierChange
 from kvstore.client.decode import grant_of, refusal_of, slots_of
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant, given
-from kvstore.client.outbox import Cancel, Outbox, Prefetch, Step, StepBuffer
+from kvstore.client.outbox import Hint, Outbox, Step, StepBuffer
 from kvstore.errors import Aborted, ResourceExhausted, Unavailable
 from kvstore.layout import TableShape, Tier
 from kvstore.moves import Grant
@@ -136,7 +135,7 @@ class SessionState:
             if grant.done() and grant.error is None:
                 self._drop_grant(grant.result(0))
 
-    def put(self, item: Prefetch | Cancel | Decision | TierChange) -> None:
+    def put(self, item: Hint) -> None:
         """Queues a message; it is let go of where too many wait, since all kinds are hints."""
         with self.lock:
             if len(self._outbox) < _MAX_QUEUED:

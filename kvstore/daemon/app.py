@@ -34,6 +34,7 @@ from kvstore.daemon.namespaces import NAMESPACES, Namespaces, read_beside_slabs
 from kvstore.daemon.notify import Notifier
 from kvstore.daemon.nvme import SlabTable, secret_on_disk
 from kvstore.daemon.owner import Owner
+from kvstore.daemon.policies import begin_policies, resize_policies
 from kvstore.daemon.recovery import SECRET, TABLES, Tables, match_descriptors, open_tables, tenant_secret
 from kvstore.daemon.resizing import Resizing
 from kvstore.daemon.services import Services
@@ -200,6 +201,7 @@ class Daemon:
             tenancy=tenancy,
             keeper_pid=lambda: self._kept.keeper_pid,
         )
+        begin_policies(tables.store.hints.rankings, self._config)
         streams = SessionStreams(self._owner)
         self._resizing = Resizing(self._owner, self._memory, self._movers)
         self._transfers = Transfers(
@@ -312,6 +314,9 @@ class Daemon:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._memory.sweep()
+            resize_policies(
+                self._owner.store.hints.rankings, self._memory.dram_bytes, self._movers.capacity_bytes
+            )
             self._movers.commit_soon()
 
     def _keeper_restarted(self) -> None:

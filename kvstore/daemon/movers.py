@@ -370,6 +370,17 @@ class Movers:
         """Blocks that a disk did not take, or give."""
         return self.counters()["nvme_failed_blocks_total"]
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Of all paths, as configured or resized."""
+        configured = enumerate(self._owner.config.nvme)
+        return sum(
+            mover.space.capacity_bytes
+            if (mover := self._paths.get(number)) is not None
+            else path.capacity_bytes
+            for number, path in configured
+        )
+
     def path_stats(self) -> list[pb.PathStats]:
         """Each configured path, for Stats."""
         now_ms = self._owner.now_ms()

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+from eviction.base import Stop
 from kvstore.daemon.handlers import Malformed
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
@@ -37,6 +38,7 @@ TOKEN_METADATA = "kvstore-token-bin"  # noqa: S105 (the name of a header)
 QUEUED_MESSAGES = 8
 """Of the largest size: what may wait for one stream, in bytes."""
 _CANCEL_S = 1.0
+_STOPS = {pb.STOP_REASON_TOOL_USE: Stop.TOOL_USE, pb.STOP_REASON_END_TURN: Stop.END_TURN}
 _LOG = Log("stream")
 
 
@@ -52,6 +54,7 @@ class SessionStreams:
             "step": self._step,
             "prefetch": self._prefetch,
             "cancel": self._cancel,
+            "retain": self._retain,
             "decision": owner.decisions.decided,
             "tier_change": owner.decisions.tier_changed,
         }
@@ -227,6 +230,21 @@ class SessionStreams:
             lease=request.lease,
             hashes=hashes,
             deadline_ms=now_ms + request.deadline_ms if request.deadline_ms else 0,
+        )
+
+    def _retain(self, session: Session, message: pb.ClientMessage) -> None:
+        request = message.retain
+        hashes = self._chain(request.hashes)
+        self._store.hints.retain(
+            now_ms=self._owner.now_ms(),
+            session=session.id,
+            namespace=self._namespace(session, request.namespace),
+            hashes=hashes,
+            first=request.first,
+            last=request.last or len(hashes),
+            stop=_STOPS.get(request.stop, Stop.UNKNOWN),
+            priority=request.priority,
+            ttl_ms=request.ttl_ms,
         )
 
     def _cancel(self, session: Session, message: pb.ClientMessage) -> None:

@@ -17,6 +17,7 @@ from kvstore.daemon.memory import Memory
 from kvstore.daemon.movers import Movers
 from kvstore.daemon.namespaces import Namespaces
 from kvstore.daemon.owner import Owner
+from kvstore.daemon.policies import policy_fields
 from kvstore.daemon.session import TOKEN_BYTES, Session, token_digest
 from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.tenancy import Tenancy
@@ -243,6 +244,7 @@ class Unary:
             held_slots=tier.held_slots,
             orphan_slots=tier.orphan_slots,
             quarantined_slots=tier.quarantined_slots,
+            **policy_fields(self._owner.store.hints.rankings, tier.tier),
         )
 
     def _capacity(self, tier: TierStats) -> int:
@@ -252,7 +254,7 @@ class Unary:
             case Tier.DRAM:
                 return self._memory.dram_bytes
             case Tier.NVME:
-                return sum(path.capacity_bytes for path in self._movers.path_stats())
+                return self._movers.capacity_bytes
 
     async def describe(self, _request: pb.DescribeRequest) -> pb.DescribeReply:
         """What this daemon is."""
@@ -316,6 +318,6 @@ def session_stats(info: SessionInfo, now_ms: int, loads: pb.LoadStats | None = N
         held_hbm_slots=info.held_hbm_slots,
         held_dram_slots=info.held_dram_slots,
         age_s=max(0, now_ms - info.attached_ms) / 1000,
-        cache_use=cache_use_message(info.access),
         loads=loads,
+        cache_use=cache_use_message(info.access),
     )

@@ -60,7 +60,7 @@ class Told:
 
 def ranked(rig: Rig, tier: Tier) -> Told:
     told = Told()
-    rig.store.rankings.rank(tier, "told", told, 8 * PAGE)
+    rig.store.hints.rankings.rank(tier, "told", told, 8 * PAGE)
     return told
 
 
@@ -76,7 +76,7 @@ def serve(rig: Rig, session: int, hashes: np.ndarray, lease: int) -> None:
     rig.step(session, hbm=grant.hbm_slots, dram=grant.dram_slots)
     if len(missing):
         rig.write_through(session, hashes)
-    rig.store.rankings.tell(rig.now_ms / 1000)
+    rig.store.hints.rankings.tell(rig.now_ms / 1000)
 
 
 def test_a_prompt_is_told_of_as_a_whole_once_and_again_when_it_is_used_again() -> None:
@@ -85,7 +85,7 @@ def test_a_prompt_is_told_of_as_a_whole_once_and_again_when_it_is_used_again() -
     session, hashes = rig.attach(), prompt(4)
     told = ranked(rig, Tier.DRAM)
     rig.write_through(session, hashes[:1])  # the policy begins with the first block that comes
-    rig.store.rankings.tell(1.0)
+    rig.store.hints.rankings.tell(1.0)
     assert told.capacity_blocks == 8
     grant = rig.acquire(session, hashes, lease=5)
     for at in (3, 1, 2):  # they come in any order
@@ -100,14 +100,14 @@ def test_a_prompt_is_told_of_as_a_whole_once_and_again_when_it_is_used_again() -
             ),
         )
     rig.acquire(session, hashes, lease=5)  # asks again, for whatever reason
-    rig.store.rankings.tell(2.0)
+    rig.store.hints.rankings.tell(2.0)
     (first, second) = told.uses
     assert second.rows.tolist() == rows_of(rig, session, hashes)
     assert second.fresh.tolist() == [False, True, True, True]
     assert second.depths.tolist() == [0, 1, 2, 3]
     assert (first.now_s, second.now_s, second.prompt_blocks) == (1.0, 2.0, 4)
     rig.acquire(session, hashes, lease=6)
-    rig.store.rankings.tell(3.0)
+    rig.store.hints.rankings.tell(3.0)
     assert told.uses[2].rows.tolist() == second.rows.tolist()
     assert not told.uses[2].fresh.any()
 
@@ -127,7 +127,7 @@ def test_of_what_a_policy_names_only_what_may_go_does() -> None:
     columns = rig.store._state.columns
     assert [bool(columns.dram[row] != NONE) for row in rows] == [True, False, False, True]  # new[0] is held
     rig.step(session, hbm=held.hbm_slots, dram=held.dram_slots)
-    rig.store.rankings.check_integrity()
+    rig.store.hints.rankings.check_integrity()
     rig.check()
 
 
@@ -210,7 +210,7 @@ def test_a_block_in_a_row_that_was_anothers_is_new() -> None:
         rig.store.clear(None)
         rig.store.tick(rig.now_ms)
     assert len(told.removed) > 2, "the rows of blocks that were cleared have others"
-    rig.store.rankings.check_integrity()
+    rig.store.hints.rankings.check_integrity()
 
 
 def test_why_an_answer_ended_is_told_of_blocks_that_are_known() -> None:
@@ -219,7 +219,8 @@ def test_why_an_answer_ended_is_told_of_blocks_that_are_known() -> None:
     told = ranked(rig, Tier.DRAM)
     serve(rig, session, hashes, 1)
     rows = np.array(rows_of(rig, session, hashes), dtype=np.uint32)
-    rig.store.rankings.ended(rows, Stop.TOOL_USE)
+    rig.store.hints.rankings.ended(rows, Stop.TOOL_USE)
+    rig.store.hints.rankings.tell(rig.now_ms / 1000)
     assert told.ends == [(rows.tolist(), Stop.TOOL_USE)]
 
 
@@ -228,7 +229,7 @@ def test_every_policy_keeps_a_store_sound() -> None:
         rig = Rig(hbm=12, dram=24, nvme=48, limits=StoreLimits(reserve_slots=2, reserve_fraction=0.1))
         session, rng = rig.attach(), np.random.default_rng(7)
         for tier, blocks in ((Tier.DRAM, 24), (Tier.NVME, 48)):
-            rig.store.rankings.rank(tier, name, policy_factory(name), blocks * PAGE)
+            rig.store.hints.rankings.rank(tier, name, policy_factory(name), blocks * PAGE)
         for lease in range(1, 160):
             hashes = prompt(int(rng.integers(1, 6)), seed=int(20 * rng.random() ** 2))
             grant = rig.acquire(session, hashes, lease=lease)
@@ -241,6 +242,6 @@ def test_every_policy_keeps_a_store_sound() -> None:
             rig.store.take_changed()
             rig.store.tick(rig.now_ms)
             if lease % 20 == 0:
-                rig.store.rankings.check_integrity()
+                rig.store.hints.rankings.check_integrity()
                 rig.check()
         assert rig.counter("evictions_nvme") > 0
