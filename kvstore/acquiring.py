@@ -16,8 +16,10 @@ from kvstore.evicting import Evictor
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.moves import U8, U32, U64, Grant, Outcome
 from kvstore.promoting import Promoting
+from kvstore.queued import QueuedRequest
 from kvstore.recorder import Event
 from kvstore.sessions import Session
+from kvstore.slots import ClassKey
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.table import distinct
 from kvstore.uses import Allowed
@@ -288,14 +290,17 @@ class Acquiring:
         pending, promoting, below = pending[:run], promoting[:run], below[:run]
         self._promoting.demand(rows[:run][promoting])
         wanted = np.flatnonzero(below)
-        started = self._promote(request, rows[:run], rows[wanted]) if len(wanted) else 0
+        started = self._promote(request, draft.rows[: hits + run], rows[wanted]) if len(wanted) else 0
         promoting[wanted[:started]] = True
         if started < len(wanted):
             pending[wanted[started] :] = False
             promoting[wanted[started] :] = False
         marked = pending | promoting
         if not marked[0]:
-            return self._waits_for_room(request)
+            if not self._waits_for_room(request):
+                return False
+            draft.outcomes[hits] = Outcome.PROMOTING  # when it is its turn
+            return True
         outcomes = draft.outcomes[hits : hits + run]
         outcomes[pending] = Outcome.PENDING
         outcomes[promoting] = Outcome.PROMOTING
@@ -304,10 +309,24 @@ class Acquiring:
         return True
 
     def _promote(self, request: Request, chain: U32, rows: U32) -> int:
-        """Has blocks of the chain's run brought up; how many of the leading ones."""
+        """Has blocks of the chain's run brought up; how many of the leading ones. Others follow as there is room.
+
+        None while a request lacks room that has asked before this one: it would take what that one waits for.
+        """
         state, session = self._state, request.session
         queued = state.queued.ask(session.id, request.lease, chain, state.words(chain), request.now_ms)
-        return self._promoting.promote(session.dram_key, rows, queued.deadline_ms)
+        before = state.queued.lacking_room()
+        if any(
+            each.deadline_ms < queued.deadline_ms and self._key_of(each) == session.dram_key
+            for each in before
+        ):
+            return 0
+        started = self._promoting.promote(session.dram_key, rows, queued.deadline_ms)
+        queued.lacks_room = 0 < started < len(rows)
+        return started
+
+    def _key_of(self, queued: QueuedRequest) -> ClassKey:
+        return self._state.sessions.get(queued.session).dram_key
 
     def _waits_for_room(self, request: Request) -> bool:
         """Nothing of what is lacking could be begun: whether it waits for its turn. False: it computes.

@@ -140,19 +140,23 @@ class Prefetching:
         return lacking
 
     def _give_room(self, request: QueuedRequest, key: ClassKey) -> bool:
-        """Whether the request is to ask again: some of its blocks could be begun, or there is no use in waiting."""
-        state = self._state
-        last_hope = request is state.queued.first() and not self._promoting.under_way
-        if not last_hope:
-            if key in self._stuck:
-                return False
-            rows = request.still(0, len(request.rows), state.columns.state)
-            below = rows[self._is_below(state.sessions.get(request.session), rows)]
-            if len(below) and not self._promoting.promote(key, below, request.deadline_ms):
-                self._stuck.add(key)
-                return False
+        """Goes on with what a request waits for; whether all of it is on its way, or there is no use in waiting."""
+        state, promoting = self._state, self._promoting
+        last_hope = request is state.queued.first() and not promoting.under_way
+        if key in self._stuck and not last_hope:
+            return False
+        rows = request.still(0, len(request.rows), state.columns.state)
+        below = rows[self._is_below(state.sessions.get(request.session), rows)]
+        started = promoting.promote(key, below, request.deadline_ms)
+        coming = rows[state.promoted(rows)]
+        if len(coming):
+            state.waits.wait_rows(request.session, request.lease, coming, state.words(coming))
+        if started < len(below) and (started or not last_hope):
+            self._stuck.add(key)
+            return False
         request.lacks_room = False
-        state.waits.tell(request.session, request.lease)
+        if not len(coming):
+            state.waits.tell(request.session, request.lease)
         return True
 
     def _push(self, of_class: ClassKey, key: _Key) -> None:

@@ -87,6 +87,7 @@ class Serving:
         speed: float,
         *,
         prefetch_share: float = 0.5,
+        max_running: int = _MAX_RUNNING,
     ) -> None:
         self._trace, self._model, self._sizes = trace, model, sizes
         longest = int(np.diff(trace.offsets).max(initial=1))
@@ -97,6 +98,7 @@ class Serving:
         self._gpu, self._up, self._down, self._disk = Channel(), Channel(), Channel(), Channel()
         self._waiting: dict[int, _Request] = {}  # in order of arrival
         self._running = 0
+        self._max_running = max_running
         self._pace = Pace()
         self._moving = False
         self._ticked_s = 0.0
@@ -172,7 +174,7 @@ class Serving:
         now_s = self._clock.now_s
         tried = 0
         for request in list(self._waiting.values()):
-            if self._running >= _MAX_RUNNING or tried >= _TRIED_AT_ONCE:
+            if self._running >= self._max_running or tried >= _TRIED_AT_ONCE:
                 break
             if request.retry_s > now_s:
                 if request.short:

@@ -160,8 +160,8 @@ class TieredStore:
         if grant.complete and len(grant.reserve_slots) == reserve:
             return Answer(grant=grant, coming=False)
         self.release(hbm=np.concatenate((grant.hbm_slots, grant.reserve_slots)), dram=grant.dram_slots)
-        lacks_slots = (grant.outcomes == Outcome.NO_SLOT).any() or (grant.outcomes < Outcome.PROMOTING).all()
-        return Answer(grant=None, coming=not lacks_slots)
+        coming = (grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)
+        return Answer(grant=None, coming=bool(coming.any()))
 
     def seal(self, hashes: U64, grant: Grant) -> U32:
         """What of a grant was computed is complete; positions of the blocks that are published now."""

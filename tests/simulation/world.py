@@ -318,6 +318,7 @@ class World:
         rest = set(order[hits:])
         waiting = {Outcome.PENDING, Outcome.PROMOTING, Outcome.LATER}
         assert rest <= {Outcome.MISS, Outcome.NO_SLOT} or rest <= waiting or rest <= {Outcome.NO_SLOT}
+        assert not rest or rest != {Outcome.LATER}
         for i, outcome in enumerate(order):
             hbm, dram = int(grant.hbm_slots[i]), int(grant.dram_slots[i])
             if outcome is Outcome.HIT_HBM:
