@@ -19,6 +19,7 @@ _WITHOUT_GPU = (
     "triton.language",
     "sglang.kernels.ops.kvcache.hicache",
     "sglang.srt.layers.dp_attention",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
     "sglang.srt.mem_cache.memory_pool",
     "sglang.srt.observability.metrics_collector",
 )
