@@ -8,7 +8,7 @@ from engine_adapter.engine.config import ModelConfig, RopeConfig, RopeKind
 
 __all__ = ["known_shapes", "shape_of"]
 
-_ROOM_TOKENS = 4096
+_ROOM_TOKENS = 8192
 
 
 def known_shapes() -> tuple[str, ...]:
