@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.block_layout import BlockLayout, Conversion, plan
+from engine_adapter.block_layout import BlockLayout, Conversion, Part, plan
 from kvstore.errors import InvalidArgument
 
 __all__ = ["BlockCopy", "copy_plain", "copy_to_slot", "host_copy"]
@@ -27,15 +27,26 @@ copy_plain: BlockCopy = ctypes.memmove
 
 def host_copy(conversion: Conversion) -> BlockCopy:
     """The copy of blocks in host memory that a conversion says."""
-    if conversion.is_one_piece:
-        payload = conversion.payload_bytes
-        source_at, target_at = int(conversion.source_starts[0]), int(conversion.target_starts[0])
+    copies = [_copy_of(part) for part in conversion.parts]
+    if len(copies) == 1:
+        return copies[0]
 
-        def copy_piece(target: int, source: int, _: int) -> None:
-            ctypes.memmove(target + target_at, source + source_at, payload)
+    def copy_all(target: int, source: int, slot_bytes: int) -> None:
+        for copy in copies:
+            copy(target, source, slot_bytes)
 
-        return copy_piece
-    return _Strided(conversion)
+    return copy_all
+
+
+def _copy_of(part: Part) -> BlockCopy:
+    if part.loops or len(part.source_starts) > 1:
+        return _Strided(part)
+    nbytes, source_at, target_at = part.piece_bytes, int(part.source_starts[0]), int(part.target_starts[0])
+
+    def copy_piece(target: int, source: int, _: int) -> None:
+        ctypes.memmove(target + target_at, source + source_at, nbytes)
+
+    return copy_piece
 
 
 def copy_to_slot(source: BlockLayout, slot: BlockLayout) -> BlockCopy:
@@ -57,16 +68,14 @@ class _Strided:
 
     __slots__ = ("_shape", "_source_steps", "_starts", "_target_steps", "_typestr")
 
-    def __init__(self, conversion: Conversion) -> None:
-        word = min(8, conversion.element_bytes)
-        counts = tuple(loop.count for loop in conversion.loops)
+    def __init__(self, part: Part) -> None:
+        word = part.word_bytes
+        counts = tuple(loop.count for loop in part.loops)
         self._typestr = f"|u{word}" if word == 1 else f"<u{word}"
-        self._shape = (*counts, conversion.piece_bytes // word)
-        self._source_steps = (*(loop.source_step for loop in conversion.loops), word)
-        self._target_steps = (*(loop.target_step for loop in conversion.loops), word)
-        self._starts = list(
-            zip(conversion.source_starts.tolist(), conversion.target_starts.tolist(), strict=True)
-        )
+        self._shape = (*counts, part.piece_bytes // word)
+        self._source_steps = (*(loop.source_step for loop in part.loops), word)
+        self._target_steps = (*(loop.target_step for loop in part.loops), word)
+        self._starts = list(zip(part.source_starts.tolist(), part.target_starts.tolist(), strict=True))
 
     def __call__(self, target: int, source: int, _: int) -> None:
         for source_start, target_start in self._starts:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from engine_adapter.block_layout import Conversion
+from engine_adapter.block_layout import Conversion, Part
 
 __all__ = ["TensorCopy", "tensor_copy"]
 
@@ -26,16 +26,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def tensor_copy(conversion: Conversion) -> TensorCopy:
     """The copy of blocks between tensors that a conversion says.
 
-    Blocks begin at multiples of `min(8, conversion.element_bytes)`. Memory that is not contiguous on both sides goes
-    between a GPU and the host by way of a temporary tensor, as torch does it: better copy a whole slot to the
+    Blocks begin at multiples of the words that its parts are copied in. Memory that is not contiguous on both sides
+    goes between a GPU and the host by way of a temporary tensor, as torch does it: better copy a whole slot to the
     device first, and convert there.
     """
-    word = min(8, conversion.element_bytes)
-    loops = conversion.loops
-    size = (*(loop.count for loop in loops), conversion.piece_bytes // word)
+    copies = [_copy_of(part) for part in conversion.parts]
+
+    def copy(target: torch.Tensor, target_at: int, source: torch.Tensor, source_at: int) -> None:
+        for copy_part in copies:
+            copy_part(target, target_at, source, source_at)
+
+    return copy
+
+
+def _copy_of(part: Part) -> TensorCopy:
+    word, loops = part.word_bytes, part.loops
+    size = (*(loop.count for loop in loops), part.piece_bytes // word)
     source_steps = (*(loop.source_step // word for loop in loops), 1)
     target_steps = (*(loop.target_step // word for loop in loops), 1)
-    starts = list(zip(conversion.source_starts.tolist(), conversion.target_starts.tolist(), strict=True))
+    starts = list(zip(part.source_starts.tolist(), part.target_starts.tolist(), strict=True))
 
     def copy(target: torch.Tensor, target_at: int, source: torch.Tensor, source_at: int) -> None:
         to, of = target.view(_WORDS[word]), source.view(_WORDS[word])

@@ -2,8 +2,8 @@
 
 A block is the KV of some tokens: elements (layer, K|V, kv head, token, dim). A layout says at which byte each of them
 is, as a sum of one offset an axis, counted from the block's address. That covers what engines do: any order of the
-axes, gaps, K and V beside each other, heads in the parts of several devices, and layers in allocations of their own.
-Element type, model and block size are never converted: layouts of other shapes do not meet.
+axes, another one for V than for K, gaps, K and V beside each other, heads in the parts of several devices, and layers
+in allocations of their own. Element type, model and block size are never converted: other shapes do not meet.
 
     the store, bundled engine      packed(shape, (LAYER, KV, HEAD, TOKEN, DIM))
     its blocks shared by n devices packed(shape, (HEAD, LAYER, KV, HEAD, TOKEN, DIM), parts={HEAD: n})
@@ -32,6 +32,7 @@ __all__ = [
     "BlockShape",
     "Conversion",
     "Loop",
+    "Part",
     "canonical",
     "packed",
     "plan",
@@ -94,24 +95,36 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockLayout:
-    """The byte of each element: `sum(offsets[axis][i_axis])` from the block's address on."""
+    """The byte of each element: `sum(offsets[axis][i_axis])` from the block's address on.
+
+    `values`: the same for V where V is in another order than K; then `offsets` are K's, and both have each their place
+    along `Axis.KV`.
+    """
 
     shape: BlockShape
     offsets: tuple[I64, ...]  # one an Axis, [size of that axis]
+    values: tuple[I64, ...] | None = None
 
     def __post_init__(self) -> None:
-        if tuple(len(part) for part in self.offsets) != self.shape.sizes:
-            raise InvalidArgument("a layout has one offset for each element of an axis")
+        for offsets in (self.offsets, self.offsets if self.values is None else self.values):
+            if tuple(len(part) for part in offsets) != self.shape.sizes:
+                raise InvalidArgument("a layout has one offset for each element of an axis")
+
+    def half(self, kv: int) -> tuple[I64, ...]:
+        """As `offsets`, of K (0) or V (1) alone."""
+        offsets = self.offsets if kv == 0 or self.values is None else self.values
+        return tuple(part[kv : kv + 1] if axis == Axis.KV else part for axis, part in enumerate(offsets))
 
     @property
     def lowest(self) -> int:
         """First byte from the block's address on; below 0 where a layer lies before it."""
-        return int(sum(part.min() for part in self.offsets))
+        return min(int(sum(part.min() for part in self.half(kv))) for kv in (0, 1))
 
     @property
     def end(self) -> int:
         """Byte behind the last one, from the block's address on."""
-        return int(sum(part.max() for part in self.offsets)) + self.shape.element_bytes
+        ends = (int(sum(part.max() for part in self.half(kv))) for kv in (0, 1))
+        return max(ends) + self.shape.element_bytes
 
 
 def packed(
@@ -154,22 +167,31 @@ def canonical(geometry: Geometry, *, shards: int = 1) -> BlockLayout:
 
 
 def strided(
-    shape: BlockShape, steps: Mapping[Axis, int], *, layer_offsets: Sequence[int] | None = None
+    shape: BlockShape,
+    steps: Mapping[Axis, int],
+    *,
+    layer_offsets: Sequence[int] | None = None,
+    value_steps: Mapping[Axis, int] | None = None,
 ) -> BlockLayout:
     """Constant steps in bytes along each axis; of layers in tensors of their own `layer_offsets`, bytes from the
-    block's address to each. Raises: InvalidArgument where an axis has no step.
+    block's address to each. `value_steps`: those of V that are not K's. Raises: InvalidArgument where one is missing.
     """
     steps = dict(steps)
     if layer_offsets is not None:
         steps[Axis.LAYER] = 0
     if set(steps) != set(Axis):
         raise InvalidArgument("a strided layout has a step for each axis")
-    offsets = [
-        np.arange(size, dtype=np.int64) * steps[axis] for axis, size in zip(Axis, shape.sizes, strict=True)
-    ]
-    if layer_offsets is not None:
-        offsets[Axis.LAYER] = np.asarray(layer_offsets, dtype=np.int64)
-    return BlockLayout(shape=shape, offsets=tuple(offsets))
+
+    def offsets(of: Mapping[Axis, int]) -> tuple[I64, ...]:
+        found = [
+            np.arange(size, dtype=np.int64) * of[axis] for axis, size in zip(Axis, shape.sizes, strict=True)
+        ]
+        if layer_offsets is not None:
+            found[Axis.LAYER] = np.asarray(layer_offsets, dtype=np.int64)
+        return tuple(found)
+
+    values = None if value_steps is None else offsets({**steps, **value_steps})
+    return BlockLayout(shape=shape, offsets=offsets(steps), values=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,30 +204,38 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Conversion:
-    """The copies that turn a block of one layout into one of another.
-
-    For each start, all loops nested, `piece_bytes` at each: `target + target_starts[i] + …` takes what is at
-    `source + source_starts[i] + …`. Pieces never overlap, in neither layout.
+class Part:
+    """For each start, all loops nested: `target + target_starts[i] + …` takes `piece_bytes` at `source +
+    source_starts[i] + …`.
     """
 
     piece_bytes: int
     loops: tuple[Loop, ...]  # outermost first
     source_starts: I64  # [n]
     target_starts: I64  # [n]
+
+    @property
+    def word_bytes(self) -> int:
+        """The largest power of two up to 8 that divides a piece and every step and start."""
+        every = [self.piece_bytes, *self.source_starts.tolist(), *self.target_starts.tolist()]
+        every += [step for loop in self.loops for step in (loop.source_step, loop.target_step)]
+        return int(np.gcd.reduce(np.abs(np.array([8, *every], dtype=np.int64))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversion:
+    """The copies that turn a block of one layout into one of another: one part, or one for K and one for V.
+
+    No two pieces overlap, in neither layout.
+    """
+
+    parts: tuple[Part, ...]
     payload_bytes: int
 
     @property
     def is_one_piece(self) -> bool:
         """Both layouts are the same bytes in the same order: a plain copy."""
-        return self.piece_bytes == self.payload_bytes
-
-    @property
-    def element_bytes(self) -> int:
-        """The largest power of two up to 16 that divides a piece and every step and start."""
-        every = [self.piece_bytes, *self.source_starts.tolist(), *self.target_starts.tolist()]
-        every += [step for loop in self.loops for step in (loop.source_step, loop.target_step)]
-        return int(np.gcd.reduce(np.abs(np.array([16, *every], dtype=np.int64))))
+        return self.parts[0].piece_bytes == self.payload_bytes
 
 
 def plan(source: BlockLayout, target: BlockLayout) -> Conversion:
@@ -216,22 +246,29 @@ def plan(source: BlockLayout, target: BlockLayout) -> Conversion:
     """
     if source.shape != target.shape:
         raise InvalidArgument(f"blocks of {source.shape} are not blocks of {target.shape}")
+    element_bytes = source.shape.element_bytes
+    if source.values is None and target.values is None:
+        parts = [_part(element_bytes, source.offsets, target.offsets)]
+    else:
+        parts = [_part(element_bytes, source.half(kv), target.half(kv)) for kv in (0, 1)]
+    _require_apart(parts)
+    return Conversion(parts=tuple(parts), payload_bytes=source.shape.payload_bytes)
+
+
+def _part(element_bytes: int, source: Sequence[I64], target: Sequence[I64]) -> Part:
     loops: list[Loop] = []
     starts = np.zeros((1, 2), dtype=np.int64)
     for axis in Axis:
-        found, table = _loops(np.stack([source.offsets[axis], target.offsets[axis]], axis=1))
+        found, table = _loops(np.stack([source[axis], target[axis]], axis=1))
         loops += found
         starts = (starts[:, None, :] + table[None, :, :]).reshape(-1, 2)
-    piece, loops = _merged(source.shape.element_bytes, loops)
-    conversion = Conversion(
+    piece, loops = _merged(element_bytes, loops)
+    return Part(
         piece_bytes=piece,
         loops=tuple(loops),
         source_starts=starts[:, 0].copy(),
         target_starts=starts[:, 1].copy(),
-        payload_bytes=source.shape.payload_bytes,
     )
-    _require_apart(conversion)
-    return conversion
 
 
 def _loops(offsets: I64) -> tuple[list[Loop], I64]:
@@ -283,14 +320,15 @@ def _merged(piece: int, loops: list[Loop]) -> tuple[int, list[Loop]]:
     return piece, merged
 
 
-def _require_apart(conversion: Conversion) -> None:
-    for starts, name in (
-        (conversion.source_starts, "source_step"),
-        (conversion.target_starts, "target_step"),
-    ):
-        every = starts
-        for loop in conversion.loops:
-            steps = np.arange(loop.count, dtype=np.int64) * getattr(loop, name)
-            every = (every[:, None] + steps[None, :]).reshape(-1)
-        if len(every) > 1 and int(np.diff(np.sort(every)).min()) < conversion.piece_bytes:
+def _require_apart(parts: Sequence[Part]) -> None:
+    for side in ("source", "target"):
+        begins, ends = [], []
+        for part in parts:
+            every: I64 = getattr(part, f"{side}_starts")
+            for loop in part.loops:
+                steps = np.arange(loop.count, dtype=np.int64) * getattr(loop, f"{side}_step")
+                every = (every[:, None] + steps[None, :]).reshape(-1)
+            begins.append(every)
+            ends.append(every + part.piece_bytes)
+        if (np.sort(np.concatenate(begins))[1:] < np.sort(np.concatenate(ends))[:-1]).any():
             raise InvalidArgument("two elements of a block share a byte in this layout")

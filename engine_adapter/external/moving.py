@@ -5,7 +5,6 @@ A ticket ends once, by `done` on a thread of the copier's: nothing touches the p
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.block_convert import BlockCopy, host_copy
-from engine_adapter.block_layout import Conversion, Loop
+from engine_adapter.block_convert import BlockCopy, copy_to_slot, host_copy
+from engine_adapter.block_layout import Axis, BlockLayout, BlockShape, packed, plan, strided
 from engine_adapter.copier import Copier, CopyBatch, Direction
 from engine_adapter.external.pages import Copies, SharedLayer
 from kvstore.errors import InvalidArgument
@@ -136,8 +135,7 @@ class SharedBlocks:
             raise InvalidArgument("layers that differ cannot be converted")
         self.piece_bytes = slot_bytes
         self._first = first
-        self._payload_bytes = 2 * len(layers) * int(np.prod(first.shape)) * first.itemsize
-        self._at = [layer.address - first.address for layer in layers]
+        self._slot, self._page = _layouts(layers)
 
     def copies(self, pages: Pages, slots: U64) -> Copies:
         """See AddressMap."""
@@ -148,59 +146,25 @@ class SharedBlocks:
 
     def load(self) -> BlockCopy:
         """From a slot into a page."""
-        halves = [host_copy(_turned(self._half(half))) for half in range(2)]
-        return lambda target, source, nbytes: [copy(target, source, nbytes) for copy in halves]
+        return host_copy(plan(self._slot, self._page))
 
     def store(self) -> BlockCopy:
         """From a page into a slot; what is behind the payload becomes zeros."""
-        halves = [host_copy(self._half(half)) for half in range(2)]
-        payload = self._payload_bytes
-
-        def copy(target: int, source: int, nbytes: int) -> None:
-            for half in halves:
-                half(target, source, nbytes)
-            if nbytes > payload:
-                ctypes.memset(target + payload, 0, nbytes - payload)
-
-        return copy
-
-    def _half(self, half: int) -> Conversion:
-        """From a page to the keys (0) or values (1) of a slot `[layer, K|V, head, token, dim]`."""
-        layer, count = self._first, len(self._at)
-        offset, steps = (
-            (layer.key_offset, layer.key_strides) if half == 0 else (layer.value_offset, layer.value_strides)
-        )
-        heads, tokens, dims = layer.shape
-        slot_steps = (tokens * dims * layer.itemsize, dims * layer.itemsize, layer.itemsize)
-        half_bytes = heads * slot_steps[0]
-        loops = [
-            Loop(count=size, source_step=step, target_step=slot_step)
-            for size, step, slot_step in zip(layer.shape, steps, slot_steps, strict=True)
-        ]
-        starts = np.array(self._at, dtype=np.int64) + offset
-        slot_starts = np.arange(count, dtype=np.int64) * 2 * half_bytes + half * half_bytes
-        apart = set(np.diff(starts).tolist())
-        if len(apart) == 1 and min(apart) > 0:  # layers in one allocation: a loop more instead of a table
-            loops.insert(0, Loop(count=count, source_step=apart.pop(), target_step=2 * half_bytes))
-            starts, slot_starts = starts[:1], slot_starts[:1]
-        return Conversion(
-            piece_bytes=layer.itemsize,
-            loops=tuple(loops),
-            source_starts=starts,
-            target_starts=slot_starts,
-            payload_bytes=self._payload_bytes // 2,
-        )
+        return copy_to_slot(self._page, self._slot)
 
 
-def _turned(conversion: Conversion) -> Conversion:
-    """The way back."""
-    return Conversion(
-        piece_bytes=conversion.piece_bytes,
-        loops=tuple(
-            Loop(count=loop.count, source_step=loop.target_step, target_step=loop.source_step)
-            for loop in conversion.loops
-        ),
-        source_starts=conversion.target_starts,
-        target_starts=conversion.source_starts,
-        payload_bytes=conversion.payload_bytes,
+def _layouts(layers: Sequence[SharedLayer]) -> tuple[BlockLayout, BlockLayout]:
+    """Of a slot `[layer, K|V, head, token, dim]`, and of the engine's page, from the first layer's address on."""
+    first = layers[0]
+    heads, tokens, dims = first.shape
+    shape = BlockShape(
+        layers=len(layers), kv_heads=heads, block_tokens=tokens, head_dim=dims, element_bytes=first.itemsize
     )
+    axes = (Axis.HEAD, Axis.TOKEN, Axis.DIM)
+    page = strided(
+        shape,
+        {Axis.KV: first.value_offset - first.key_offset, **dict(zip(axes, first.key_strides, strict=True))},
+        layer_offsets=[layer.address - first.address + first.key_offset for layer in layers],
+        value_steps=dict(zip(axes, first.value_strides, strict=True)),
+    )
+    return packed(shape), page

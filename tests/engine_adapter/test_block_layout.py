@@ -15,6 +15,7 @@ from engine_adapter.block_layout import (
     BlockLayout,
     BlockShape,
     Conversion,
+    Part,
     canonical,
     packed,
     plan,
@@ -36,11 +37,14 @@ def vllm_cpu(shape: BlockShape, layer_offsets: list[int]) -> BlockLayout:
 
 def elements(memory: np.ndarray, layout: BlockLayout) -> np.ndarray:
     """[layer, kv, head, token, dim, bytes] of the block that begins at `memory[-layout.lowest]`; one by one."""
-    at = np.zeros((1,), dtype=np.int64)
-    for offsets in layout.offsets:
-        at = (at[..., None] + offsets).reshape(*at.shape, -1)
-    at = at[0] - layout.lowest
-    return memory[at[..., None] + np.arange(layout.shape.element_bytes)]
+    halves = []
+    for kv in (0, 1):
+        at = np.zeros((1,), dtype=np.int64)
+        for offsets in layout.half(kv):
+            at = (at[..., None] + offsets).reshape(*at.shape, -1)
+        halves.append(at[0] - layout.lowest)
+    whole = np.concatenate(halves, axis=1)
+    return memory[whole[..., None] + np.arange(layout.shape.element_bytes)]
 
 
 def span(layout: BlockLayout) -> np.ndarray:
@@ -71,6 +75,9 @@ def layouts(draw: st.DrawFn, shape: BlockShape) -> BlockLayout:
         if size > 1 and draw(st.integers(0, 3)) == 0
     }
     layout = packed(shape, draw(st.permutations([*Axis, *parts])), parts=parts)
+    if draw(st.integers(0, 3)) == 0:  # K, and behind all of it V in an order of its own
+        orders = [packed(shape, (KV, *draw(st.permutations([LAYER, HEAD, TOKEN, DIM])))) for _ in "kv"]
+        return BlockLayout(shape=shape, offsets=orders[0].offsets, values=orders[1].offsets)
     if draw(st.booleans()):
         return layout
     whole = layout.end  # each layer in a place of its own, in any order, also below the first
@@ -132,23 +139,44 @@ def test_shards_are_whole_parts_of_the_block() -> None:
     assert np.array_equal(shared, expected.view(np.uint8).reshape(-1))
 
 
-def loops(conversion: Conversion) -> int:
-    return len(conversion.loops)
+def only_part(conversion: Conversion) -> Part:
+    (part,) = conversion.parts
+    return part
+
+
+def test_values_may_be_in_another_order_than_keys() -> None:
+    """As vLLM's CPU backend keeps them for some instruction sets: K a row a dim, V a row a token."""
+    half = SHAPE.block_tokens * SHAPE.head_dim * 4
+    steps = {KV: half, HEAD: 2 * half, TOKEN: 4, DIM: SHAPE.block_tokens * 4}
+    layer_offsets = [4096, 0, 16384]
+    engine = strided(
+        SHAPE, steps, layer_offsets=layer_offsets, value_steps={TOKEN: SHAPE.head_dim * 4, DIM: 4}
+    )
+    memory = random_block(packed(SHAPE), 5)
+    block = memory.view(np.uint32).reshape(SHAPE.sizes)
+    there = converted(packed(SHAPE), engine, memory)
+    for layer, at in enumerate(layer_offsets):
+        heads = there[at : at + SHAPE.kv_heads * 2 * half].view(np.uint32).reshape(SHAPE.kv_heads, 2, -1)
+        assert np.array_equal(heads[:, 0], block[layer, 0].transpose(0, 2, 1).reshape(SHAPE.kv_heads, -1))
+        assert np.array_equal(heads[:, 1], block[layer, 1].reshape(SHAPE.kv_heads, -1))
+    assert len(plan(packed(SHAPE), engine).parts) == 2
 
 
 def test_what_lies_together_in_both_is_one_piece() -> None:
     same = plan(packed(SHAPE), packed(SHAPE))
     assert same.is_one_piece
-    assert same.loops == ()
-    rows = plan(packed(SHAPE), packed(SHAPE, (LAYER, KV, TOKEN, HEAD, DIM)))
+    assert only_part(same).loops == ()
+    rows = only_part(plan(packed(SHAPE), packed(SHAPE, (LAYER, KV, TOKEN, HEAD, DIM))))
     assert rows.piece_bytes == SHAPE.head_dim * SHAPE.element_bytes
-    assert loops(rows) == 3  # K and V lie one behind the other in every layer of both: one loop of 2 * layers
+    assert (
+        len(rows.loops) == 3
+    )  # K and V lie one behind the other in every layer of both: one loop of 2 * layers
     layers_apart = strided(
         SHAPE,
         dict(zip(Axis, (0, 768, 192, 32, 4), strict=True)),
         layer_offsets=[10_000, 0, 50_000],
     )
-    scattered = plan(packed(SHAPE), layers_apart)
+    scattered = only_part(plan(packed(SHAPE), layers_apart))
     assert scattered.piece_bytes == SHAPE.payload_bytes // SHAPE.layers
     assert scattered.loops == ()
     assert scattered.target_starts.tolist() == [10_000, 0, 50_000]
@@ -156,7 +184,7 @@ def test_what_lies_together_in_both_is_one_piece() -> None:
 
 def test_evenly_spread_layers_need_no_table() -> None:
     even = vllm_cpu(SHAPE, [0, 1 << 20, 2 << 20])
-    assert len(plan(packed(SHAPE), even).source_starts) == 1
+    assert len(only_part(plan(packed(SHAPE), even)).source_starts) == 1
 
 
 def test_slots_get_no_bytes_of_others_behind_their_payload() -> None:
