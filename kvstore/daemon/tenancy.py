@@ -45,9 +45,10 @@ class Tenancy:
         config = owner.config
         self.everywhere = config.cache
         """What the service allows."""
-        self._of_tenant: dict[str, CacheUse] = {
+        self._configured: dict[str, CacheUse] = {
             tenant.name: tenant.cache for tenant in config.tenants if tenant.cache is not CacheUse.ON
         }
+        self._of_tenant = dict(self._configured)
         self._of_namespace: dict[bytes, CacheUse] = {}  # by the first 16 bytes of what the tables call it
         self._names = {tenant.name for tenant in config.tenants}
         self._handles: dict[NamespaceId, tuple[bytes, str]] = {}  # digest and tenant of each
@@ -120,15 +121,20 @@ class Tenancy:
         self._sharing.allow_everywhere(self.everywhere.access)
         for handle, (digest, tenant) in self._handles.items():
             self._sharing.allow(handle, self._allowed(digest, tenant))
+        self._warn()
+
+    def _warn(self) -> None:
+        """Of what administrators have said: somebody has to end it. What the configuration says stands in status."""
         warnings = self._owner.warnings
-        if self.everywhere is CacheUse.ON:
+        if self.everywhere in (CacheUse.ON, self._owner.config.cache):
             warnings.pop(_TOPIC, None)
         else:
             warnings[_TOPIC] = f"{_SAYS[self.everywhere]}; `kvstore resume` ends that"
-        partly = len(self._of_tenant) + len(self._of_namespace)
+        partly = len(self._of_tenant.items() - self._configured.items()) + len(self._of_namespace)
         if partly:
             warnings[f"{_TOPIC} in part"] = (
-                f"{format_count(partly)} tenants or namespaces are not served in full: see `kvstore status`"
+                f"tenants or namespaces that are not served in full: {format_count(partly)}; `kvstore status` lists "
+                "them, `kvstore resume` ends that"
             )
         else:
             warnings.pop(f"{_TOPIC} in part", None)

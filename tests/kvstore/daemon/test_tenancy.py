@@ -125,11 +125,13 @@ def test_a_paused_tenant_misses_and_stores_nothing_while_others_go_on(client: Ma
     alice.release(hbm=granted.hbm.tolist())
     assert ask(bob, range(40), 2) == HITS
     stats = service.stats()
+    assert "that are not served in full: 1; `kvstore status` lists" in " ".join(stats.warnings)
     assert stats.counters["seals_dropped"] - dropped == 10
     assert not stats.paused
     assert ("alice", pb.CACHE_USE_OFF) in {(item.tenant, item.cache_use) for item in stats.restricted}
     resume(tenant="alice", socket=service.socket)
     assert ask(alice, range(40), 3) == HITS, "what there was has stayed"
+    assert "served in full" not in " ".join(service.stats().warnings), "what is configured is no warning"
 
 
 def test_a_tenant_can_be_out_of_use_from_the_start(client: Make, service: Service) -> None:
