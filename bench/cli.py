@@ -36,6 +36,8 @@ app.command()(engine_commands.ttft)
 app.command()(engine_commands.decode)
 app.command()(engine_commands.prefill)
 app.command()(engine_commands.pressure)
+app.command()(engine_commands.planner)
+app.command()(engine_commands.guard)
 app.command("all")(engine_commands.every)
 app.command()(engine_commands.plot)
 

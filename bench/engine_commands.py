@@ -1,4 +1,4 @@
-"""The commands that run an engine (`ttft`, `decode`, `prefill`, `pressure`), and those over all benchmarks."""
+"""The commands that run an engine (`ttft`, `decode`, `prefill`, `planner`, …), and those over all benchmarks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from bench import decode as decode_bench
+from bench import guard as guard_bench
+from bench import planner as planner_bench
 from bench import prefill as prefill_bench
 from bench import pressure as pressure_bench
 from bench import ttft as ttft_bench
@@ -37,7 +39,7 @@ from bench.short import run_all, summary_table
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
 
-__all__ = ["decode", "every", "plot", "prefill", "pressure", "ttft"]
+__all__ = ["decode", "every", "guard", "planner", "plot", "prefill", "pressure", "ttft"]
 
 
 def ttft(
@@ -102,6 +104,52 @@ def prefill(
     with progress() as say:
         found = prefill_bench.measure(plan, say, device=device, model=model, attention=attention)
     finish("prefill", asdict(found), prefill_figures, as_json=as_json, save=save, out=out)
+
+
+def planner(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+    device: DeviceOption = "auto",
+    worker: WorkerOption = None,
+) -> None:
+    """Load or recompute: what is chosen, beside all loaded and all computed, over disks of three speeds."""
+    with progress() as say:
+        found = planner_bench.measure(
+            planner_bench.plan_for(device, short=short),
+            say,
+            device=device,
+            parent=checked(folder),
+            worker=worker_settings(worker),
+            keep=lambda known: None if out is None else _write(out, known),
+        )
+    finish("planner", asdict(found), planner_bench.figures, as_json=as_json, save=save, out=out)
+
+
+def guard(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+    device: DeviceOption = "auto",
+    worker: WorkerOption = None,
+) -> None:
+    """Tiers that harm: DRAM far too small, a disk far too slow, beside an engine without a service."""
+    with progress() as say:
+        found = guard_bench.measure(
+            guard_bench.plan_for(device, short=short),
+            say,
+            device=device,
+            parent=checked(folder),
+            worker=worker_settings(worker),
+            keep=lambda known: None if out is None else _write(out, known),
+        )
+    finish("guard", asdict(found), guard_bench.figures, as_json=as_json, save=save, out=out)
 
 
 _Cells = Annotated[

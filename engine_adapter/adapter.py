@@ -80,6 +80,7 @@ class _Request:
     pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
     sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
     named_blocks: int = 0  # of its chain, in its last question
+    wait_s: float = 0.0  # for what that has found on its way
     overtaken: list[range] = field(default_factory=list)  # blocks that were loaded behind computed ones
     lost: bool = False  # a slot of it is no longer ours: it has to be computed again
 
@@ -209,7 +210,7 @@ class KvstoreBlockManager:
         if ask is None:
             entry.retry_at = now + _RETRY_S
             return
-        prompt, entry.named_blocks = prompt[: ask.blocks], ask.blocks
+        prompt, entry.named_blocks, entry.wait_s = prompt[: ask.blocks], ask.blocks, ask.wait_s
         reserve = max(0, self._blocks(num_tokens) - len(prompt))
         entry.changed, entry.private = False, ask.private or now > entry.patience_until
         entry.grant = self._session.acquire(
@@ -236,7 +237,7 @@ class KvstoreBlockManager:
         extra = None if waits.any() else self._session.take_credit(max(0, missing))
         if extra is None:
             short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
-            self._wait_for_change(entry, retry_s=_RETRY_S if short else self._patience_s)
+            self._wait_for_change(entry, retry_s=_RETRY_S if short else min(self._patience_s, entry.wait_s))
             if short:
                 self._find_slots()
             return

@@ -205,7 +205,7 @@ class BothEnds:
             asked.load.submit(self._copier)
             if not asked.load.loaded:
                 return
-            self._choice.loaded(Tier.NVME, asked.nbytes, asked.load.ended_at - asked.asked_at)
+            self._choice.loaded_beside(asked.nbytes, asked.load.ended_at - asked.asked_at)
             self._meeting.piece = self._choice.piece_blocks(self.end - self.begin)
         assert asked.slots is not None
         self._asked.remove(asked)

@@ -34,6 +34,10 @@ _WORTH_SHARE = 0.03
 """Of what computing would take, the least that asking a disk has to save."""
 _LEAST_STORED_BYTES = 64 << 20
 _QUEUE_AGE_S = 0.01
+_STALE_S = 3.0
+"""After so long without a load a disk's speed is looked at again."""
+_TRIAL_SHARE, _TRIAL_S = 0.04, 0.001
+_LATE, _LATE_S, _MOST_PATIENCE_S = 1.5, 0.01, 5.0
 
 
 class LoadMode(StrEnum):
@@ -70,6 +74,7 @@ class LoadChoice:
         self._stored_at = 0.0
         self._computes = False  # whether a step was measured
         self._disk = TierGuard(GuardLimits(window=_DISK_WINDOW, filling=0))
+        self._alone_at = self._beside_at = self._tried_at = 0.0  # when a disk was measured last, and tried
         self._queue = (0, -_QUEUE_AGE_S)  # bytes, when they were counted
 
     # ------------------------------------------------------------ what was measured
@@ -83,9 +88,17 @@ class LoadChoice:
             self._meter.computed(tokens, context, seconds)
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
-        """A load took so long; what was queued ahead of it is among the bytes. Any thread."""
+        """A load took so long; what was queued ahead of it is among the bytes."""
+        if tier is Tier.NVME:
+            self._alone_at = self._clock()
         with self._lock:
             self._meter.loaded(tier, nbytes, seconds)
+
+    def loaded_beside(self, nbytes: int, seconds: float) -> None:
+        """As `loaded`, from a disk while this engine computed. Any thread."""
+        self._beside_at = self._clock()
+        with self._lock:
+            self._meter.loaded_beside(nbytes, seconds)
 
     def stored(self, nbytes: int, began_at: float) -> None:
         """A copy of so many bytes to DRAM has ended, that was handed to the copier then."""
@@ -144,7 +157,7 @@ class LoadChoice:
 
     def piece_blocks(self, blocks: int) -> int:
         """See `kvstore.meeting`. Any thread."""
-        return piece_blocks(blocks, self._session.hbm.slot_bytes, self.tier_speed(Tier.NVME))
+        return piece_blocks(blocks, self._session.hbm.slot_bytes, self._speeds().behind)
 
     def stop(self, meeting: Meeting, tokens: int, now: float, block_tokens: int) -> int:
         """Where the next step of a request that is loaded from behind should end."""
@@ -153,7 +166,7 @@ class LoadChoice:
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
         speeds = self._speeds()
-        return speeds.prefill, speeds.tiers.get(Tier.NVME)
+        return speeds.prefill, speeds.behind
 
     def _speeds(self) -> Speeds:
         with self._lock:
@@ -167,12 +180,34 @@ class LoadChoice:
         return tiers[: int(on_disk.argmax())] if on_disk.any() else tiers
 
     def _tried(self, plan: Plan, question: Question) -> Plan:
-        """While a disk is on trial it is read beside whatever is computed: so its speed is known again."""
-        if self._disk.use is not Use.TRIAL or plan.way is not Way.COMPUTE or question.ends is not Ends.BOTH:
+        """A disk that nobody has asked for a while, or that is on trial, is read beside what is computed.
+
+        So its speed is known again, and a disk that was slow for a while is not taken for slow for ever. It costs next
+        to nothing: the computation goes on as if it were not read.
+        """
+        stale = self._clock() - self._beside_at > _STALE_S or self._disk.use is Use.TRIAL
+        if not stale or plan.way is not Way.COMPUTE or question.ends is not Ends.BOTH:
             return plan
         slow = [segment.begin for segment in question.segments if segment.tier is Tier.NVME]
         front = max(plan.load_end, slow[0]) if slow else plan.cached_blocks
         return replace(plan, way=Way.BOTH_ENDS, load_end=front) if front < plan.cached_blocks else plan
+
+    def patience_s(self, plan: Plan) -> float:
+        """How long a load from disk may take before it is planned anew."""
+        return _LATE * plan.load_all_s + _LATE_S if plan.expected_s else _MOST_PATIENCE_S
+
+    def trial_s(self, plan: Plan) -> float:
+        """How long a request that is not to wait for a disk waits all the same, to see how fast that is by itself.
+
+        0: it does not. Else within the promise, and seldom.
+        """
+        if plan.way is Way.LOAD or not plan.compute_all_s or self._settings.mode is not LoadMode.AUTO:
+            return 0.0
+        now = self._clock()
+        if now - self._alone_at < _STALE_S or now - self._tried_at < _STALE_S:
+            return 0.0
+        self._tried_at = now
+        return _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S
 
     def queued_bytes(self) -> int:
         """What disks have to read first, for whomever: DRAM slots that are being filled by a mover. O(DRAM slots)."""

@@ -30,10 +30,14 @@ _Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How to acquire: so many leading blocks by name, with slots of its own for those that no memory has, or not."""
+    """How to acquire: so many leading blocks by name, with slots of its own for those that no memory has, or not.
+
+    What is on its way from a disk then is waited for `wait_s`; after that it is to be asked for again.
+    """
 
     blocks: int
-    private: bool
+    private: bool = False
+    wait_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +107,41 @@ class LoadPlans:
         `computed_here`: whether another request of this engine computes this block. None: it computes the first that
         this one would; ask again.
         """
-        tiers = self._session.match(self._namespace, prompt).tiers
-        self.end(lease)
-        if not (tiers != Tier.HBM).any():
-            return Ask(len(prompt), private=False)
-        plan = self._choice.plan(tiers, num_tokens, self._namespace.block_tokens)
-        if plan.load_end < plan.cached_blocks and computed_here(plan.load_end):
+        found, previous = self._session.match(self._namespace, prompt).tiers, self._planned.get(lease)
+        if previous is not None:
+            self._note_arrived(previous, found)
+            self.end(lease)
+        if not (found != Tier.HBM).any():
+            return Ask(len(prompt))
+        plan = self._choice.plan(found, num_tokens, self._namespace.block_tokens)
+        if plan.load_end < len(found) and computed_here(plan.load_end):
             return None
-        tiers = tiers[: plan.cached_blocks] if plan.way is not Way.COMPUTE else tiers
-        on_disk = int((tiers[: plan.load_end] == Tier.NVME).sum()) if plan.way is Way.LOAD else 0
-        nbytes = on_disk * self._session.hbm.slot_bytes
-        self._planned[lease] = _Planned(
-            plan=plan,
-            tiers=tiers,
-            hashes=prompt[: len(tiers)],
-            asked_at=self._clock(),
-            disk_bytes=nbytes + self._choice.queued_bytes() if nbytes else 0,
+        on_disk = int(np.count_nonzero(found == Tier.NVME))
+        trial_s = self._choice.trial_s(plan) if on_disk and previous is None else 0.0
+        if trial_s:
+            plan = replace(plan, way=Way.LOAD, cached_blocks=len(found), load_end=len(found), meet=len(found))
+        loads = plan.load_end == len(found)
+        nbytes = (
+            on_disk * self._session.hbm.slot_bytes + self._choice.queued_bytes() if loads and on_disk else 0
         )
-        if plan.way is Way.LOAD and plan.load_end == len(tiers):
-            return Ask(len(prompt), private=False)
+        known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
+        self._planned[lease] = _Planned(plan, known, prompt[: len(known)], self._clock(), nbytes)
+        if loads:
+            return Ask(len(prompt), wait_s=trial_s or self._choice.patience_s(plan))
         self._session.cancel(lease)  # what a prefetch of it has not read yet is not to be read from the front
-        if plan.load_end < len(tiers) and tiers[plan.load_end] == Tier.DRAM:
+        if found[plan.load_end] == Tier.DRAM:
             return Ask(plan.load_end, private=True)  # by its name it would be a hit
         return Ask(len(prompt), private=True)
+
+    def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
+        """How fast a disk was that a request has waited for: where not all came in time, by what did."""
+        if not planned.disk_bytes:
+            return
+        length, slot_bytes = min(len(found), len(planned.tiers)), self._session.hbm.slot_bytes
+        wanted = planned.tiers[:length] == Tier.NVME
+        came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
+        nbytes = planned.disk_bytes if came == np.count_nonzero(wanted) else max(1, came) * slot_bytes
+        self._choice.loaded(Tier.NVME, nbytes, self._clock() - planned.asked_at)
 
     def begin(self, lease: int, hits: int) -> None:
         """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""
@@ -165,8 +181,6 @@ class LoadPlans:
         planned = self._planned.get(lease)
         if planned is None:
             return
-        if planned.disk_bytes:
-            self._choice.loaded(Tier.NVME, planned.disk_bytes, self._clock() - planned.asked_at)
         if planned.both is None:
             self._decided(planned, hits)
             del self._planned[lease]

@@ -123,7 +123,7 @@ def plan_request(question: Question, speeds: Speeds) -> Plan:
     if needed - set(speeds.tiers) or not _proven(question, speeds.prefill):
         return _unmeasured(question, cached)
     assert speeds.prefill is not None
-    costs = _Costs(question, speeds.prefill, speeds.tiers)
+    costs = _Costs(question, speeds.prefill, speeds)
     load_all_s = costs.single(cached)
     compute_all_s = costs.single(in_hbm)
     edges = [segment.end for segment in question.segments if segment.end >= in_hbm]
@@ -188,13 +188,14 @@ def _quick_end(question: Question) -> int:
 class _Costs:
     """Seconds of one request by what it loads."""
 
-    def __init__(self, question: Question, prefill: PrefillSpeed, tiers: Mapping[Tier, TierSpeed]) -> None:
+    def __init__(self, question: Question, prefill: PrefillSpeed, speeds: Speeds) -> None:
         self._question = question
         self._prefill = prefill
-        self._tiers = tiers
+        self._alone = speeds.tiers
+        self._beside = {**speeds.tiers, **({Tier.NVME: speeds.behind} if speeds.behind else {})}
         self._cached = question.segments[-1].end
 
-    def load(self, begin: int, end: int) -> float:
+    def load(self, begin: int, end: int, tiers: Mapping[Tier, TierSpeed]) -> float:
         """Blocks [begin, end), a tier after the other."""
         question, found = self._question, 0.0
         blocks: dict[Tier, int] = {}
@@ -203,9 +204,7 @@ class _Costs:
             if inside > 0 and segment.tier is not Tier.HBM:
                 blocks[segment.tier] = blocks.get(segment.tier, 0) + inside
         for tier, count in blocks.items():
-            found += self._tiers[tier].seconds(
-                count * question.slot_bytes + question.queued_bytes.get(tier, 0)
-            )
+            found += tiers[tier].seconds(count * question.slot_bytes + question.queued_bytes.get(tier, 0))
         return found
 
     def compute(self, begin: int, end_tokens: int) -> float:
@@ -215,18 +214,18 @@ class _Costs:
 
     def single(self, load_end: int) -> float:
         """The leading blocks are loaded, then all others computed."""
-        return self.load(0, load_end) + self.compute(load_end, self._question.num_tokens)
+        return self.load(0, load_end, self._alone) + self.compute(load_end, self._question.num_tokens)
 
     def both(self, front: int) -> tuple[int, float]:
         """Where loads from the back meet a computation that begins at `front`, and the seconds of the whole."""
         question = self._question
-        before_s, after_s = self.load(0, front), self.compute(self._cached, question.num_tokens)
+        before_s, after_s = self.load(0, front, self._alone), self.compute(self._cached, question.num_tokens)
 
         def computed_s(block: int) -> float:
             return before_s + self.compute(front, block * question.block_tokens)
 
         def loaded_s(block: int) -> float:
-            return self.load(block, self._cached)
+            return self.load(block, self._cached, self._beside)
 
         meet = _first(front, self._cached, lambda block: computed_s(block) >= loaded_s(block))
         choices = {block: max(computed_s(block), loaded_s(block)) for block in (max(front, meet - 1), meet)}

@@ -25,8 +25,8 @@ _NEWEST = 0.1
 _TRUSTED = 4
 """Measurements of a kind from which on one that is far off is taken for a hiccup."""
 _FAR_OFF = 2.0
-_NO_HICCUP = 3
-"""So many in a row that are far off the same way are no hiccup: what was measured before is forgotten."""
+_NO_HICCUP, _CHANGED = 3, 3.0
+"""So many in a row that are so many times too slow or too fast are no hiccup: what came before is forgotten."""
 _FADE, _FADED = 0.98, 0.05
 """What a kind counts less with each measurement of others, and at least: what was seen once is not forgotten."""
 _FIT_PART = 32
@@ -79,6 +79,13 @@ class Speeds:
 
     prefill: PrefillSpeed | None
     tiers: Mapping[Tier, TierSpeed]
+    beside: TierSpeed | None = None
+    """A disk that is read while the same engine computes, whose threads then wait for each other; None: never so."""
+
+    @property
+    def behind(self) -> TierSpeed | None:
+        """A disk that is to be read beside a computation, as far as is known."""
+        return self.beside or self.tiers.get(Tier.NVME)
 
 
 @dataclass(slots=True)
@@ -89,7 +96,6 @@ class _Kind:
     seconds: float
     count: int
     last: int  # how many measurements there were of any kind
-    far_off: int = 0  # in a row: above 0 too slow, below too fast
 
 
 class _Line:
@@ -99,13 +105,14 @@ class _Line:
     a long cached prefix say nothing of a whole chunk.
     """
 
-    __slots__ = ("_fit", "_fitted", "_kinds", "_size", "count")
+    __slots__ = ("_fit", "_fitted", "_kinds", "_off", "_size", "count")
 
     def __init__(self, features: int) -> None:
         self._size = features
         self._kinds: dict[tuple[int, ...], _Kind] = {}
         self._fit: NDArray[np.float64] | None = None
         self._fitted = 0  # how many measurements _fit is of
+        self._off = 0  # measurements in a row that were far off it: above 0 too slow, below too fast
         self.count = 0
 
     def measured(self, features: Sequence[float], seconds: float) -> None:
@@ -114,23 +121,29 @@ class _Line:
         seconds = max(seconds, _LEAST_S)
         self.count += 1
         key = tuple(frexp(feature)[1] for feature in features)
+        if self._has_changed(x, seconds):
+            self._kinds, self._fit, self._off = {key: _Kind(x, seconds, 1, self.count)}, None, 0
+            return
         kind = self._kinds.get(key)
         if kind is None:
             self._kinds[key] = _Kind(x, seconds, 1, self.count)
             return
         if kind.count >= _TRUSTED:
-            trusted_s = min(max(seconds, kind.seconds / _FAR_OFF), kind.seconds * _FAR_OFF)
-            way = (seconds > trusted_s) - (seconds < trusted_s)
-            kind.far_off = kind.far_off + way if way * kind.far_off >= 0 and way else way
-            if abs(kind.far_off) >= _NO_HICCUP:
-                self._kinds, self._fit = {key: _Kind(x, seconds, 1, self.count)}, None
-                return
-            seconds = trusted_s
+            seconds = min(max(seconds, kind.seconds / _FAR_OFF), kind.seconds * _FAR_OFF)
         kind.count += 1
         share = max(1.0 / kind.count, _NEWEST)
         kind.features = kind.features + share * (x - kind.features)
         kind.seconds += share * (seconds - kind.seconds)
         kind.last = self.count
+
+    def _has_changed(self, x: NDArray[np.float64], seconds: float) -> bool:
+        """Whether this and the measurements before it were all far off the line in the same direction."""
+        if self._fit is None or self.count <= _TRUSTED:
+            return False
+        expected = max(float(self._fit @ x), _LEAST_S)
+        way = (seconds > expected * _CHANGED) - (seconds < expected / _CHANGED)
+        self._off = self._off + way if way and way * self._off >= 0 else way
+        return abs(self._off) >= _NO_HICCUP
 
     def fit(self, ratio: float = 0.0) -> NDArray[np.float64]:
         """The coefficients. `ratio`: of the second to the first, where nothing that was measured says otherwise."""
@@ -174,7 +187,7 @@ def _least_squares(moments: NDArray[np.float64], products: NDArray[np.float64]) 
 class SpeedMeter:
     """The estimators of one engine."""
 
-    __slots__ = ("_attention", "_prefill", "_proven", "_tiers")
+    __slots__ = ("_attention", "_beside", "_prefill", "_proven", "_tiers")
 
     def __init__(self, *, attention: float = 0.0) -> None:
         """`attention`: what a token costs more for each token before it, as a share of what it costs with none.
@@ -186,6 +199,7 @@ class SpeedMeter:
         self._prefill = _Line(3)
         self._proven = 0
         self._tiers: dict[Tier, _Line] = {}
+        self._beside = _Line(2)
 
     def computed(self, tokens: int, context: float, seconds: float) -> None:
         """A step computed so many tokens of prompts, `context`: the sum over them of the tokens before each."""
@@ -198,11 +212,18 @@ class SpeedMeter:
         if nbytes > 0:
             self._tiers.setdefault(tier, _Line(2)).measured((nbytes / _BYTES, 1.0), seconds)
 
+    def loaded_beside(self, nbytes: int, seconds: float) -> None:
+        """As `loaded`, from a disk while the engine computed."""
+        if nbytes > 0:
+            self._beside.measured((nbytes / _BYTES, 1.0), seconds)
+
     def speeds(self) -> Speeds:
-        """What is known now."""
-        return Speeds(
-            prefill=self._prefill_speed(), tiers={tier: _tier(line) for tier, line in self._tiers.items()}
-        )
+        """What is known now. A disk that was only read beside computations is not faster without: so it counts."""
+        beside = _tier(self._beside) if self._beside.count else None
+        tiers = {tier: _tier(line) for tier, line in self._tiers.items()}
+        if beside is not None:
+            tiers.setdefault(Tier.NVME, beside)
+        return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside)
 
     def _prefill_speed(self) -> PrefillSpeed | None:
         if not self._prefill.count:

@@ -144,7 +144,7 @@ class VirtualServer:
                 at = end
             while reads and reads[0].done_at <= now:
                 read = reads.popleft()
-                self.meter.loaded(Tier.NVME, read.nbytes, self._measured(read.done_at - read.asked_at))
+                self.meter.loaded_beside(read.nbytes, self._measured(read.done_at - read.asked_at))
                 meeting.loaded(read.piece, read.done_at)
                 meeting.piece = piece_blocks(blocks, work.slot_bytes, self._both_speeds()[1])
                 self._ask(meeting, reads, read.done_at)
@@ -152,7 +152,7 @@ class VirtualServer:
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
         speeds = self.meter.speeds()
-        return speeds.prefill, speeds.tiers.get(Tier.NVME)
+        return speeds.prefill, speeds.behind
 
     def _ask(self, meeting: Meeting, reads: deque[_Read], now: float) -> None:
         for piece in meeting.ask(now):

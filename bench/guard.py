@@ -1,0 +1,176 @@
+"""`kvstore bench guard`: tiers that harm, and whether the service gets out of the way by itself.
+
+Two cases. `dram`: DRAM holds a quarter of the prompts that are asked in turns, and there is no disk: what is copied
+there is gone before it is asked for again. `disk`: all prompts are on a disk that takes five times as long to give
+one as it takes to compute it. In each an engine over the service and one without are asked the same prompts by
+turns, in the same minutes; a second one without shows the noise. Counted is what comes after the first rounds, in
+which the guard learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.asked import Answer, AskedWorker
+from bench.choices import ChoicePlan, Household, household
+from bench.report import Figure
+from bench.service import Service
+from bench.timing import median
+from engine_adapter.engine.device import resolve_device
+
+__all__ = ["CPU", "CPU_SHORT", "CUDA", "GuardCase", "GuardResult", "figures", "measure", "plan_for"]
+
+_BOUND = 1.03
+_SLOW = 5.0
+_LEARN_ROUNDS = 2
+CPU_SHORT = ChoicePlan(
+    model="llama-tiny",
+    load_format="dummy",
+    tokens=2048,
+    prompts=8,
+    new_tokens=16,
+    chunk_tokens=256,
+    samples=12,
+    dram_prompts=2.0,
+)
+CPU = ChoicePlan(
+    model="smollm2",
+    load_format="auto",
+    tokens=1024,
+    prompts=12,
+    new_tokens=16,
+    chunk_tokens=512,
+    samples=36,
+    dram_prompts=3.0,
+)
+CUDA = ChoicePlan(
+    model="llama-3.1-8b",
+    load_format="dummy",
+    tokens=8192,
+    prompts=12,
+    new_tokens=32,
+    chunk_tokens=8192,
+    samples=36,
+    dram_prompts=3.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardCase:
+    """Medians of the counted prompts, over those of an engine without a service. `noise`: of a second one without."""
+
+    case: str
+    ttft_ratio: float
+    ttft_noise: float
+    step_ratio: float
+    step_noise: float
+    ttft_s: float
+    step_s: float
+    tiers_out: int
+    """How often the service has taken a tier out of use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardResult:
+    """What was measured."""
+
+    model: str
+    device: str
+    tokens: int
+    cases: tuple[GuardCase, ...]
+
+
+def plan_for(device: str, *, short: bool) -> ChoicePlan:
+    """The sizes that suit a device, as `--device` names it."""
+    if resolve_device(device).startswith("cuda"):
+        return CUDA
+    return CPU_SHORT if short else CPU
+
+
+def measure(
+    plan: ChoicePlan,
+    say: Callable[[str], None],
+    *,
+    device: str = "auto",
+    parent: Path | None = None,
+    worker: Mapping[str, str] | None = None,
+    keep: Callable[[Mapping[str, object]], None] = lambda _: None,
+) -> GuardResult:
+    """Runs both cases. `keep` is given what is known after each. Raises what daemon and engine raise."""
+    cases: list[GuardCase] = []
+    for case in ("dram", "disk"):
+        with household(plan, device=device, parent=parent, extra=worker) as home:
+            cases.append(_small_dram(home, say) if case == "dram" else _slow_disk(home, say))
+        keep({"tokens": plan.tokens, "cases": [asdict(found) for found in cases]})
+    return GuardResult(
+        model=plan.model, device=resolve_device(device), tokens=plan.tokens, cases=tuple(cases)
+    )
+
+
+def _small_dram(home: Household, say: Callable[[str], None]) -> GuardCase:
+    with home.daemon(disk=False) as service:
+        return _compare(home, service, "dram", say)
+
+
+def _slow_disk(home: Household, say: Callable[[str], None]) -> GuardCase:
+    times = []
+    with home.daemon() as service, home.engine(service, "first") as engine:
+        for number in range(home.plan.prompts):
+            say(f"disk: computing prompt {number + 1} of {home.plan.prompts}")
+            times.append(home.ask(engine, number).ttft_s)
+        home.flush(service)
+    rate = int(home.prompt_bytes / median(times) / _SLOW)
+    with home.daemon(read_bytes_per_s=rate) as service:
+        return _compare(home, service, "disk", say)
+
+
+def _compare(home: Household, service: Service, case: str, say: Callable[[str], None]) -> GuardCase:
+    plan = home.plan
+    with_: list[Answer] = []
+    without: list[Answer] = []
+    again: list[Answer] = []
+    before = service.counters()["guard_tiers_out_total"]
+    with ExitStack() as stack:
+        engines: list[tuple[AskedWorker, list[Answer]]] = [
+            (stack.enter_context(home.engine(None, f"{case}-off")), without),
+            (stack.enter_context(home.engine(service, f"{case}-on")), with_),
+            (stack.enter_context(home.engine(None, f"{case}-off-again")), again),
+        ]
+        learn = _LEARN_ROUNDS * plan.prompts
+        for number in range(learn + plan.samples):
+            say(f"{case}: prompt {number + 1} of {learn + plan.samples}")
+            for engine, answers in engines if number >= learn else engines[1:2]:
+                answers.append(home.ask(engine, number % plan.prompts))
+        counters = service.counters()
+    with_ = with_[learn:]
+    ttft, step = _medians(without)
+    return GuardCase(
+        case=case,
+        ttft_ratio=_medians(with_)[0] / ttft,
+        ttft_noise=abs(_medians(again)[0] / ttft - 1.0),
+        step_ratio=_medians(with_)[1] / step,
+        step_noise=abs(_medians(again)[1] / step - 1.0),
+        ttft_s=ttft,
+        step_s=step,
+        tiers_out=counters["guard_tiers_out_total"] - before,
+    )
+
+
+def _medians(answers: list[Answer]) -> tuple[float, float]:
+    """Time to the first token, and of a step of decoding."""
+    return median([answer.ttft_s for answer in answers]), median([answer.step_s for answer in answers])
+
+
+def figures(result: Mapping[str, Any]) -> list[Figure]:
+    """The lines of the table. The bound allows for the noise of this machine."""
+    found = []
+    for case in result["cases"]:
+        for what in ("ttft", "step"):
+            noise = case[f"{what}_noise"]
+            name = f"{case['case']}: {what} over that without a service (noise {noise:.2f})"
+            found.append(Figure(name=name, value=case[f"{what}_ratio"], unit="", bound=_BOUND + noise))
+    return found
