@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.config import ServeConfig
-from kvstore.errors import ConfigError, InvalidArgument, Unimplemented
+from kvstore.errors import ConfigError, InvalidArgument, KvstoreError, Unimplemented
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.sglang import standins
 from tests.support.daemon import Service, started, wait_for
@@ -282,6 +283,31 @@ def test_everything_may_die_and_pages_come_from_disk(own_config: ServeConfig) ->
             return pages if came == 30 else None
 
         assert_same(wait_for("pages from disk", from_disk), wanted)
+        assert service.faults() == []
+
+
+def test_a_daemon_that_is_killed_again_and_again_gives_no_wrong_page(own_config: ServeConfig) -> None:
+    """Loads and stores are under way at each kill; whatever is said to have come is compared byte for byte."""
+    with started(own_config) as service, Rank(own_config.socket, mha_pool("page_first")) as rank:
+        rank.await_store()
+        prompts = [prompt(12) for _ in range(8)]
+        found, kills, until_s = 0, 0, time.monotonic() + 60.0
+        while kills < 3:
+            assert time.monotonic() < until_s
+            for seed, tokens in enumerate(prompts):
+                indices = rank.fill(tokens, seed=seed)
+                rank.backup(tokens, indices)
+                came, places = rank.prefetch(tokens)
+                assert_same(rank.pages(places)[:came], rank.pages(indices)[:came])
+                found += came
+                rank.pool.free(indices)
+                rank.pool.free(places)
+                if seed == 4:
+                    with contextlib.suppress(KvstoreError):  # it is not back yet
+                        os.kill(service.daemon_pid, signal.SIGKILL)
+                        kills += 1
+        assert found > 0
+        wait_for("hits again", lambda: rank.prefetch(prompts[0])[0] == 12)
         assert service.faults() == []
 
 
