@@ -35,6 +35,7 @@ __all__ = [
     "TableShape",
     "Tier",
     "generations",
+    "latest_touch_ms",
     "open_columns",
     "read_shape",
     "state_word",
@@ -318,3 +319,8 @@ def touch_key(now_ms: int | NDArray[np.uint64], depths: NDArray[np.uint32]) -> N
     tail_first = np.uint64(_MAX_DEPTH) - np.minimum(depths, _MAX_DEPTH).astype(np.uint64)
     found: NDArray[np.uint64] = (np.asarray(now_ms, dtype=np.uint64) << np.uint64(_DEPTH_BITS)) | tail_first
     return found
+
+
+def latest_touch_ms(touches: NDArray[np.uint64]) -> int:
+    """The time in the latest of these touch keys; 0 where there is none. O(n)."""
+    return int(touches.max(initial=0)) >> _DEPTH_BITS

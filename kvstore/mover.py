@@ -42,6 +42,7 @@ from tiers.dram import DramTier
 from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.faulty import FaultyDisk
 from tiers.nvme.io import NvmeTier
+from tiers.nvme.pieces import PIECE_BYTES
 from tiers.nvme.probe import plan_io
 from tiers.nvme.slab import SlabFile
 from tiers.nvme.trailer import checksum
@@ -89,7 +90,7 @@ class Mover:
         )
         self._counts_due_s = self._look_due_s = 0.0
         self._dram = DramTier()
-        plan = plan_io(directory, config.threads, disk)
+        plan, limits = plan_io(directory, config.threads, disk), _throttle(config)
         self._nvme = NvmeTier(
             directory,
             self._dram,
@@ -97,12 +98,12 @@ class Mover:
             disk=disk,
             carry=plan.carry,
             shares=plan.shares,
-            piece_bytes=plan.piece_bytes,
+            piece_bytes=PIECE_BYTES if limits else plan.piece_bytes,  # which waits as a whole
             notify=self._notice,
         )
         self._nvme.slabs_bytes = config.slabs_bytes
         storage: StorageTier = self._nvme
-        if limits := _throttle(config):
+        if limits:
             storage = ThrottledStorage(storage, limits=limits, clock=time.monotonic, sleep=time.sleep)
         self._storage = MeasuredStorage(storage, clock=time.monotonic)
         # One thread more than may write: with one less of two, writes alone would take turns with their own checksums.

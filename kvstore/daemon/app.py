@@ -47,7 +47,7 @@ from kvstore.daemon.transfers import Transfers
 from kvstore.daemon.unary import Unary
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.keeper import KEEPER_PID
-from kvstore.layout import Tier
+from kvstore.layout import Tier, latest_touch_ms
 from kvstore.recorder import Event
 from kvstore.units import format_count, format_size
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -126,6 +126,7 @@ class Daemon:
             self._recorder.note(Event.RECOVERED, count=tables.store.stats().rows)
         tables.store.watching.record_to(self._recorder)
         self._build(tables, secret)
+        self._owner.continue_after(latest_touch_ms(tables.columns.touch))
         members = match_descriptors(
             owner=self._owner,
             kept=self._kept,

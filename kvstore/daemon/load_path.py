@@ -44,6 +44,7 @@ async def load_path(
     `cleared` was cleared since the path was found. Raises KvstoreError, with nothing of it done.
     """
     began_s = asyncio.get_running_loop().time()
+    owner.continue_after(found.blocks.newest_ms)
     wanted = [LoadSlab(slab=file.number, nbytes=file.nbytes, slot_bytes=file.slot_bytes) for file in slabs]
     load = owner.store.begin_load(number, wanted, found.blocks.blocks)
     if len(load.extents) < len(slabs):

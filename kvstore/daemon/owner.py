@@ -29,6 +29,8 @@ __all__ = ["Owner", "slots_message"]
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.25
 _MAX_WRONG_LINES = 8
+_WRITTEN_LATER_MS = 600_000
+"""A block may have been written so long after its last use that is known."""
 _LOG = Log("owner")
 
 
@@ -56,12 +58,28 @@ class Owner:
         self._settlers: list[Callable[[], None]] = []
         self._settling = False
         self._active = asyncio.Event()
-        self._clock_ms = 0
+        self._ahead_ms = 0  # of the steady clock
 
     def now_ms(self) -> int:
-        """Wall-clock milliseconds that never go back: keys of recency are kept on disk across boots."""
-        self._clock_ms = max(self._clock_ms, time.time_ns() // 1_000_000)
-        return self._clock_ms
+        """Wall-clock milliseconds that never go back nor stop: keys of recency are kept on disk across boots.
+
+        Where the clock is set back they go on from where they were, at the pace of the steady clock.
+        """
+        steady_ms = time.monotonic_ns() // 1_000_000
+        self._ahead_ms = max(self._ahead_ms, time.time_ns() // 1_000_000 - steady_ms)
+        return steady_ms + self._ahead_ms
+
+    def continue_after(self, newest_ms: int) -> None:
+        """An earlier life used or cleared blocks until then: if the clock was set back since, time goes on behind that.
+
+        Else a clear would be older than blocks that were written before it, and a start bring them back; or blocks
+        older than a clear before them, and a start lose them.
+        """
+        if newest_ms <= self.now_ms():
+            return
+        _LOG.warning("the clock was set back: time goes on where it was", ms=newest_ms)
+        self._ahead_ms = newest_ms + _WRITTEN_LATER_MS - time.monotonic_ns() // 1_000_000
+        self.store.tick(self.now_ms())
 
     # ------------------------------------------------------------ sessions
 

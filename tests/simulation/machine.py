@@ -400,6 +400,7 @@ class _Owner(Owner):
     """With the machine's clock; `settling` is told whenever a call into the store has been made."""
 
     clock: Callable[[], int]
+    _clock_ms = 0
     settling: Callable[[], None] = staticmethod(lambda: None)
 
     def settle_soon(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.layout import latest_touch_ms
 from kvstore.moves import U32, U64
 from kvstore.prebuilt import Blocks, LoadPlan, Prebuilder
 from tiers.nvme.cleared import is_cleared
@@ -110,6 +111,8 @@ class Survey:
     """[blocks] in the order of the pass."""
     strays: int
     """Records that name no slot of any slab."""
+    newest_ms: int
+    """The last use of any of them, or the last clear, whichever is later; 0 where there was none."""
 
     @property
     def blocks(self) -> int:
@@ -130,12 +133,14 @@ def survey(chunks: Chunks, pick: Pick) -> Survey:
             by_slab.setdefault(chunk.slab, []).append(found.touches)
             touches.append(found.touches)
             digests.update(_digests(found.digests))
+    seen = np.concatenate(touches)
     return Survey(
         used={slab: sum(map(len, parts)) for slab, parts in by_slab.items()},
         last_uses={slab: int(np.median(np.concatenate(parts))) for slab, parts in by_slab.items()},
         digests=tuple(sorted(digests)),
-        touches=np.concatenate(touches),
+        touches=seen,
         strays=strays,
+        newest_ms=max(latest_touch_ms(seen), *pick.cleared.values(), 0),
     )
 
 

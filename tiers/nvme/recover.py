@@ -5,8 +5,8 @@ daemon has no time for. It reads the index; where that fails, or kills it, a sec
 new index first. Then parent and child speak in lines of JSON, each side one at a time:
 
     child   {"groups": groups of the index, "clean": whether it was closed in order}
-    child   {"used": {slab: blocks}, "last_uses": {slab: touch}, "digests": [namespaces], "blocks": n, "strays": n,
-             "damaged": n}
+    child   {"used": {slab: blocks}, "last_uses": {slab: touch}, "newest_ms": n, "digests": [namespaces], "blocks": n,
+             "strays": n, "damaged": n}
     parent  a `LoadPlan`, and what it calls the namespaces; or the end of file, and the child ends
     child   {"columns": n}       hash, namespace, depth and touch of all rows are in the memory that both have
     child   {"built": n}         everything is
@@ -63,6 +63,8 @@ class FoundBlocks:
     """Blocks of each slab that has any."""
     last_uses: Mapping[int, int]
     """Median of the touches of each slab that has any block."""
+    newest_ms: int
+    """The last use of any block, or the last clear, whichever is later; 0 where there was none."""
     digests: tuple[bytes, ...]
     blocks: int
     strays: int
@@ -272,6 +274,7 @@ def _found(directory: Path, source: str, map_bytes: int, timeout_s: float, *, re
         FoundBlocks(
             used={int(slab): int(blocks) for slab, blocks in told["used"].items()},
             last_uses={int(slab): int(touch) for slab, touch in told["last_uses"].items()},
+            newest_ms=int(told["newest_ms"]),
             digests=tuple(bytes.fromhex(digest) for digest in told["digests"]),
             blocks=int(told["blocks"]),
             strays=int(told["strays"]),
@@ -286,6 +289,7 @@ def _in_numbers(found: Survey, *, damaged: int, clean: bool, rebuilt: str) -> Fo
     return FoundBlocks(
         used=found.used,
         last_uses=found.last_uses,
+        newest_ms=found.newest_ms,
         digests=found.digests,
         blocks=found.blocks,
         strays=found.strays,
@@ -361,6 +365,7 @@ def _answer(reader: IndexReader, pick: Pick, out: int) -> None:
         {
             "used": found.used,
             "last_uses": found.last_uses,
+            "newest_ms": found.newest_ms,
             "digests": [digest.hex() for digest in found.digests],
             "blocks": found.blocks,
             "strays": found.strays,

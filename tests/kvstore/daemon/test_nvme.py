@@ -170,6 +170,36 @@ def test_cleared_blocks_stay_cleared(place: Path, lost: str) -> None:
         known(service, 20)  # what was stored after it is found
 
 
+def test_a_clear_counts_although_the_clock_was_set_back(place: Path) -> None:
+    """A clear is a time: with a clock set back it was older than what was cleared, which a lost index brought back."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    ahead = place / "ahead"
+    ahead.mkdir()
+    (ahead / "sitecustomize.py").write_text(
+        "import time\nreal = time.time_ns\ntime.time_ns = lambda: real() + 86_400 * 10**9\n", encoding="ascii"
+    )
+    with started(
+        config, environ={"PYTHONPATH": f"{ahead}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ) as service:
+        one, _blocks = store(service, range(80))
+        one.close()
+    with started(config) as service:
+        assert "the clock was set back" in service.log.read_text(encoding="utf-8")
+        one = RawClient(service.socket).begin()
+        reply = one.admin.Clear(pb.ClearRequest(namespace=0xFFFFFFFF), timeout=DEADLINE_S)
+        assert reply.removed_blocks == 20
+        one.close()
+        two, _more = store(service, range(2000, 2008))
+        two.close()
+    with started(config) as service:
+        known(service, 2)  # what was stored after the clear, over the first slots that it freed
+    shutil.rmtree(place / "nvme" / "index")
+    with started(config) as service:
+        assert service.tier("nvme").sealed_slots <= 2, (
+            "trailers of 18 blocks that were cleared are there still"
+        )
+
+
 def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
     """Elsewhere a block whose bytes had rotted was served as it was."""
     config = small_config(place, nvme_bytes=128 * MIB)
