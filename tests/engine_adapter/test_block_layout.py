@@ -99,7 +99,7 @@ def pairs(draw: st.DrawFn) -> tuple[BlockLayout, BlockLayout]:
     return draw(layouts(shape)), draw(layouts(shape))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(pairs(), st.integers(0, 1 << 16))
 def test_every_element_is_where_the_other_layout_has_it(
     pair: tuple[BlockLayout, BlockLayout], seed: int
