@@ -69,13 +69,14 @@ class Evictor:
         owner = self._state.dram.class_of(key)
         while len(owner.free) - kept_free < count and self._assign_one(Tier.DRAM, key):
             pass
-        missing = count + kept_free - len(owner.free)
-        if missing > 0 and not owner.exhausted:
-            look = partial(self._victims_among, owner, may_go)
-            victims = self._turns.take(Tier.DRAM, owner, asks, missing, missing, look)
+        look = partial(self._victims_among, owner, may_go)
+        while (missing := count + kept_free - len(owner.free)) > 0 and not owner.exhausted:
+            victims = self._turns.take(Tier.DRAM, owner, asks, count, missing, look)
             owner.exhausted = False  # others may take what this must not
             if len(victims):
                 self.evict(Tier.DRAM, victims)
+            if not len(victims) or not self._state.quotas.active:
+                break  # one look; of tenants one in each turn
         return owner
 
     def _free_up(self, tier: Tier, owner: SlotClass, count: int, asks: int = ANYBODY) -> int:

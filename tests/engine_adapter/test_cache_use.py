@@ -13,6 +13,7 @@ from kvstore.cli.pause import pause
 from kvstore.cli.resume import resume
 from kvstore.client import DeviceSpec, connect
 from kvstore.units import MIB
+from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import Service, small_config, started, wait_for
 from tests.support.driver import Driver
 from tests.support.worker import BLOCK_TOKENS, PARTS, geometry
@@ -83,6 +84,17 @@ def test_a_pause_loses_nothing_in_any_tier(service: Service) -> None:
     resume(socket=service.socket)
     assert run(service, tokens) == CACHED
     assert run(service, prompt(31)) == 0
+
+
+def test_what_a_session_allows_itself_holds_over_a_restart_of_the_daemon(service: Service) -> None:
+    device = DeviceSpec(hbm_bytes=64 * geometry().slot_bytes)
+    with (
+        connect(service.socket, timeout_s=10.0) as client,
+        client.attach("engine", geometry(), device, use=CacheUse.READ) as session,
+    ):
+        service.kill_daemon()
+        wait_for("the session again", lambda: session.connected and service.stats().sessions)
+        wait_for("its use", lambda: service.stats().sessions[0].cache_use == pb.CACHE_USE_READ)
 
 
 def test_a_dry_run_counts_by_tier(service: Service) -> None:

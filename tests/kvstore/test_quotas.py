@@ -248,6 +248,25 @@ def test_at_its_reserve_a_tenant_still_gets_its_blocks_from_disk() -> None:
     rig.check()
 
 
+def test_a_long_prompt_comes_from_disk_at_once_though_several_have_to_give_a_little() -> None:
+    """Who is over its quota by one block gives one in its turn: with one look a block came for each request."""
+    shared = Shared(
+        Tenant(name=ALICE), Tenant(name=BOB, dram_quota_bytes=9 * PAGE), Tenant(name=OTHERS, dram_quota_bytes=9 * PAGE),
+        hbm=64, dram=20, nvme=64,
+    )  # fmt: skip
+    rig = shared.rig
+    shared.store(ALICE, 6, seed=1)
+    rig.write_down()
+    rig.evict_dram()
+    rig.evict_hbm()
+    for seed in range(10):
+        shared.store(BOB, 1, seed=100 + seed)
+        shared.store(EVE, 1, seed=200 + seed)
+    rig.write_down()
+    assert shared.used(Tier.DRAM) == {OTHERS: 10, ALICE: 0, BOB: 10}
+    assert rig.acquire(shared.sessions[ALICE], chain(6, seed=1)).outcomes.tolist() == [Outcome.PROMOTING] * 6
+
+
 def test_blocks_that_are_found_on_disk_count() -> None:
     shared = Shared(Tenant(name=ALICE), nvme=0)
     alice, hashes = shared.rig.namespaces[shared.sessions[ALICE]], chain(6)
