@@ -97,11 +97,24 @@ class Loading:
             return self._job(request, load, None, 0)
         found = grant.result(0)
         hits = _leading_hits(found)
-        if hits < len(load) and not late and found.outcomes[hits] >= Outcome.PROMOTING:
+        if hits < len(load) and not late and self._comes(session, request, load, found, hits):
             grant.abandon()
             load.grant, load.retry_at = None, now + _RETRY_S
             return None
         return self._job(request, load, found, hits)
+
+    @staticmethod
+    def _comes(
+        session: Session | None, request: LiveRequest, load: PendingLoad, found: Grant, block: int
+    ) -> bool:
+        """Whether a block that was not granted is on its way, or is on a disk and DRAM has no room for it just now."""
+        if found.outcomes[block] >= Outcome.PROMOTING:
+            return True
+        assert session is not None
+        assert request.chain is not None
+        assert request.namespace is not None
+        at = load.begin + block
+        return session.match(request.namespace, request.chain.hashes[at : at + 1]).hits > 0
 
     def _ask(self, session: Session, request: LiveRequest, load: PendingLoad) -> None:
         """The whole chain, so that what the engine has itself is touched: the store's order must not forget it."""

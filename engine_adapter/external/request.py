@@ -55,6 +55,7 @@ class LiveRequest:
     chain: RequestChain | None = None
     on_disk: int = 0  # of the leading blocks that were cached when it was new, those that only a disk had
     patience_until: float = 0.0  # for a lookup; 0: none has waited yet
+    quiet_until: float = 0.0  # a lookup that just asked for patience is not looked up again before
     asked_ahead_at: float = 0.0
     local_blocks: int = 0  # that the engine had itself at the last lookup
     started: bool = False

@@ -39,6 +39,8 @@ __all__ = ["Link", "Scheduling", "SchedulingRules", "SchedulingStats"]
 
 _SETTLE_S = 0.05
 """How long after a prefetch was sent its effect may not show in the tables yet."""
+_LOOK_AGAIN_S = 0.005
+"""Engines ask for every waiting request at every step, and there may be hundreds."""
 _MAX_EVENTS = 4096
 
 
@@ -141,6 +143,16 @@ class Scheduling:
         if request is None or request.barred or request.given_up or session is None:
             return 0
         request.local_blocks = local_tokens // self._rules.block_tokens
+        if self._clock() < request.quiet_until:
+            return None
+        hits = self._lookup(session, request, num_tokens)
+        if hits is None:
+            request.quiet_until = self._clock() + _LOOK_AGAIN_S
+            return None
+        return hits * self._rules.block_tokens
+
+    def _lookup(self, session: Session, request: LiveRequest, num_tokens: int) -> int | None:
+        """Blocks beyond the engine's own that a load may count on; None while that is not known."""
         chain = self._chain_of(request)
         if chain is None:
             return None if self._link.coming(request.facts.identity) and self._patient(request) else 0
@@ -152,8 +164,7 @@ class Scheduling:
             return 0
         assert request.namespace is not None
         found = session.match(request.namespace, chain.hashes[request.local_blocks : most])
-        hits = self._loadable(session, request, found)
-        return None if hits is None else hits * self._rules.block_tokens
+        return self._loadable(session, request, found)
 
     def allocated(self, name: str, block_ids: BlockIds, external_tokens: int) -> None:
         """The engine took pages for what `matched` said last, `external_tokens` of it to be loaded (0: nothing is)."""

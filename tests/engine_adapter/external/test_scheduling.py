@@ -86,6 +86,24 @@ def test_a_lookup_has_no_effect(service: Service, engine: Engines) -> None:
     sound(service, one)
 
 
+def test_a_request_that_waits_is_not_looked_up_at_every_step(service: Service, engine: Engines) -> None:
+    """Hundreds of requests that waited for a disk were each looked up at each step."""
+    one = engine(lookup_s=0.2)
+    one.add("waits", tokens(22, 4 * BLOCK + 1))
+    request = one.scheduling._requests["waits"]
+    request.chain, asked = None, []
+    plain = one.link.namespace
+    one.link.namespace = asked.append  # type: ignore[method-assign,assignment]
+    began = time.monotonic()
+    while one.scheduling.matched("waits", 4 * BLOCK + 1, 0) is None:
+        assert time.monotonic() < began + 5
+    assert time.monotonic() >= began + 0.15
+    assert 2 <= len(asked) <= 60
+    one.link.namespace = plain  # type: ignore[method-assign]
+    one.abort("waits")
+    sound(service, one)
+
+
 def test_a_step_with_nothing_to_do_sends_nothing_and_is_quick(service: Service, engine: Engines) -> None:
     one = engine(num_pages=256)
     for number in range(32):
