@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from engine_adapter.group_link import (
+    Computing,
     Copied,
     Copy,
     Failed,
@@ -97,7 +98,7 @@ class MemberGroup:
             self._news.wait_for(lambda: any(member.ended for member in self._members), _NEWS_S)
         self._wait(lambda _: True, "")
 
-    def tell(self, message: Join | Map | Copy) -> None:
+    def tell(self, message: Join | Map | Copy | Computing) -> None:
         """Sends a message to each. Raises: Unavailable where one has gone."""
         for member in self._members:
             try:

@@ -6,6 +6,7 @@ own addresses. What was taken cannot be taken back: a member may have begun.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.copier import Copier, CopyBatch, Direction, complete
-from engine_adapter.group_link import MAX_COPY_BLOCKS, Copy
+from engine_adapter.group_link import MAX_COPY_BLOCKS, Computing, Copy
+from kvstore.errors import Unavailable
 
 __all__ = ["MAX_GROUP_BLOCKS", "GroupCopier", "Members"]
 
@@ -33,7 +35,7 @@ class Members(Protocol):
         """Processes, this one included."""
         ...
 
-    def tell(self, message: Copy) -> None:
+    def tell(self, message: Copy | Computing) -> None:
         """Sends to each. Raises: Unavailable where one has gone."""
         ...
 
@@ -61,6 +63,7 @@ class GroupCopier:
             int, list[_Under]
         ] = {}  # number of a message → its batch, once for each answer to come
         self._waiting = [0, 0]
+        self._computing = False
         self._batches = 0
         self._closing = False
 
@@ -88,8 +91,12 @@ class GroupCopier:
         return False
 
     def computing(self, steps: int) -> None:
-        """See Copier. Members know of their own steps."""
+        """See Copier. One thread. Members, each with a copier of its own, hear where it begins or ends to be any."""
         self._own.computing(steps)
+        if self._computing != (steps > 0):
+            self._computing = steps > 0
+            with contextlib.suppress(Unavailable):  # whoever submits or steps next hears of it
+                self._group.tell(Computing(steps=steps))
 
     def copied(self, number: int) -> None:
         """A member has completed its part of a message's blocks."""

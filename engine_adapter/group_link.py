@@ -1,7 +1,7 @@
 """What the processes of a group say to each other about the store: join a session, map, copy. Both ends.
 
     scheduling process → member     Join {path, token, slot_bytes, device}    Map {pages}
-                                   Copy {number, direction, slots}
+                                   Copy {number, direction, slots}           Computing {steps}
     member → scheduling process     Opened {uuid, identity}           Mapped {}      Copied {number}    Failed {text}
 
 Opened comes once, Mapped for each Map, Copied for each Copy, in whatever order copies complete. The socket is AF_UNIX
@@ -25,6 +25,7 @@ from kvstore.errors import InvalidArgument
 
 __all__ = [
     "MAX_COPY_BLOCKS",
+    "Computing",
     "Copied",
     "Copy",
     "Failed",
@@ -42,6 +43,7 @@ MAX_COPY_BLOCKS = 8192
 
 _KIND = struct.Struct("<I")
 _PAGES = struct.Struct("<I")
+_STEPS = struct.Struct("<I")
 _COPY = struct.Struct("<QII")  # number, direction, blocks; then HBM slots, then DRAM slots
 _COPIED = struct.Struct("<Q")
 _MAX_PACKET_BYTES = 64 + 8 * MAX_COPY_BLOCKS
@@ -57,6 +59,7 @@ class _Kind(IntEnum):
     MAPPED = 5
     COPIED = 6
     FAILED = 7
+    COMPUTING = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,13 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """See Copier.computing: your part of so many steps is under way, too. Said where it begins or ends to be any."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """The member has opened its device (`tiers.base.Device`)."""
 
@@ -113,7 +123,7 @@ class Failed:
     text: str
 
 
-LinkMessage = Join | Map | Copy | Opened | Mapped | Copied | Failed
+LinkMessage = Join | Map | Copy | Computing | Opened | Mapped | Copied | Failed
 
 
 def send(link: socket.socket, message: LinkMessage) -> None:
@@ -125,6 +135,8 @@ def send(link: socket.socket, message: LinkMessage) -> None:
             kind, body = _Kind.MAP, _PAGES.pack(message.pages)
         case Copy():
             kind, body = _Kind.COPY, _pack_copy(message)
+        case Computing():
+            kind, body = _Kind.COMPUTING, _STEPS.pack(message.steps)
         case Opened():
             kind, body = _Kind.OPENED, _text(asdict(message))
         case Mapped():
@@ -171,6 +183,8 @@ def _parse(kind: _Kind, body: bytes) -> LinkMessage:
             return Copy(
                 number=number, direction=Direction(direction), hbm_slots=slots[0], dram_slots=slots[1]
             )
+        case _Kind.COMPUTING:
+            return Computing(steps=_STEPS.unpack(body)[0])
         case _Kind.OPENED:
             return Opened(**json.loads(body))
         case _Kind.MAPPED:

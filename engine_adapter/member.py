@@ -30,6 +30,7 @@ from engine_adapter.engine.parallel.member import (
 )
 from engine_adapter.group_copier import MAX_GROUP_BLOCKS
 from engine_adapter.group_link import (
+    Computing,
     Copied,
     Copy,
     Failed,
@@ -124,6 +125,8 @@ class _StoreMember:
                 self._send(Mapped())
             case Copy():
                 self._copy(message)
+            case Computing():
+                self._copier.computing(message.steps)
             case _:
                 raise InvalidArgument(f"{type(message).__name__} is not expected here")
 

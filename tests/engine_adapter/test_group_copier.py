@@ -6,7 +6,9 @@ import numpy as np
 
 from engine_adapter.copier import CopyBatch, Direction
 from engine_adapter.group_copier import MAX_GROUP_BLOCKS, GroupCopier
-from engine_adapter.group_link import MAX_COPY_BLOCKS, Copy
+from engine_adapter.group_link import MAX_COPY_BLOCKS, Computing, Copy
+from engine_adapter.member import _StoreMember
+from kvstore.errors import Unavailable
 
 
 class Own:
@@ -16,6 +18,7 @@ class Own:
         self.batches: list[CopyBatch] = []
         self.full = False
         self.closed = False
+        self.steps = 0
 
     def submit(self, batch: CopyBatch) -> bool:
         if not self.full:
@@ -39,9 +42,16 @@ class Others:
 
     def __init__(self) -> None:
         self.told: list[Copy] = []
+        self.computing: list[int] = []
+        self.gone = False
 
-    def tell(self, message: Copy) -> None:
-        self.told.append(message)
+    def tell(self, message: Copy | Computing) -> None:
+        if self.gone:
+            raise Unavailable("process 1 of the model has gone")
+        if isinstance(message, Computing):
+            self.computing.append(message.steps)
+        else:
+            self.told.append(message)
 
 
 def batch(done: list[str], blocks: int = 4, direction: Direction = Direction.STORE) -> CopyBatch:
@@ -139,3 +149,24 @@ def test_the_end_waits_for_the_members() -> None:
         copier.copied(others.told[0].number)
     copier.close(10.0)
     assert done == ["done"]
+
+
+def test_members_hear_when_the_engine_computes() -> None:
+    """They were never told: with small blocks their kernels held up decode on every device but the first."""
+    own, others = Own(), Others()
+    copier = GroupCopier(own, others)
+    for steps in (1, 2, 1, 2, 1, 0, 0, 1):
+        copier.computing(steps)
+        assert own.steps == steps
+    assert others.computing == [1, 0, 1]  # no message a step while one stays in flight
+    others.gone = True
+    copier.computing(0)  # it is no error of a step: who waits for the member says so
+    assert own.steps == 0
+
+
+def test_a_member_tells_its_own_copier() -> None:
+    member, own = _StoreMember.__new__(_StoreMember), Own()
+    member._copier = own
+    for steps in (1, 0):
+        member._handle(Computing(steps=steps))
+        assert own.steps == steps

@@ -25,6 +25,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     [
         link.Join(path="/run/kv.sock.fd", token="00ff" * 8, slot_bytes=1 << 22, device=3),
         link.Map(pages=(1 << 32) - 1),
+        link.Computing(steps=2),
         link.Opened(uuid="GPU-1", identity="cuda GPU-1 boot 13000"),
         link.Mapped(),
         link.Copied(number=(1 << 64) - 1),
