@@ -50,8 +50,7 @@ class HazardPolicy(RankedPolicy):
             places, dtype=np.int64
         )  # [places] one more than the open life of what is named there
         self._uses = np.zeros(places, dtype=np.uint8)  # [places] so far, at most _MOST_USES - 1
-        self._class_of = np.zeros(rows, dtype=np.uint16)  # [rows] class and open life of the last use
-        self._life_of = np.zeros(rows, dtype=np.int64)
+        self._life_of = np.zeros(rows, dtype=np.int64)  # [rows] open life of the last use
         self._ages = ReuseAges((_MOST_USES, _GAPS * _STOPS), remembered)
         self._refresh_at = self._uses_to_refresh = 0
         self._teacher = self if teacher is None else teacher
@@ -63,25 +62,24 @@ class HazardPolicy(RankedPolicy):
 
     def _classify(self, use: Use) -> I64:
         places = self._names.find(use.names)
-        known = places != NOWHERE
-        uses = np.zeros(len(places), dtype=np.int64)  # before this one
-        gaps = np.full(len(places), _NO_GAP)
-        if known.any():
-            old = places[known]
-            uses[known] = self._uses[old]
-            ages = self._ages.end(self._life[old] - 1, use.now_s)
-            gaps[known] = np.minimum(age_buckets(ages) // _GAP_BUCKETS, _NO_GAP)
-        classes: I64 = (uses * _GAPS + gaps) * _STOPS + int(use.stop)
-        lives = np.arange(len(places)) + self._ages.begin(classes, use.now_s)
-        self._class_of[use.rows], self._life_of[use.rows] = classes, lives
+        n, fresh_class = len(places), _NO_GAP * _STOPS + int(use.stop)
+        known = (places != NOWHERE).nonzero()[0]
+        uses = self._uses[places[known]]  # before this one
+        ages = self._ages.end(self._life[places[known]] - 1, use.now_s)
+        gaps = np.minimum(age_buckets(ages) // _GAP_BUCKETS, _NO_GAP)
+        of_known: I64 = (uses * np.int64(_GAPS) + gaps) * _STOPS + int(use.stop)
+        if len(known) == n:
+            classes = of_known
+        else:
+            classes = np.full(n, fresh_class)
+            classes[known] = of_known
+        first = self._ages.begin(classes, use.now_s)
+        lives = np.arange(first, first + n)
+        self._life_of[use.rows] = lives
+        self._uses[places[known]] = np.minimum(uses + 1, _MOST_USES - 1)
         self._life[places[known]] = lives[known] + 1  # first, so that none of these has to make way
-        if not known.all():
-            places[~known] = self._put(use.names[~known])
-        placed = places != NOWHERE
-        self._uses[places[placed]] = np.minimum(uses[placed] + 1, _MOST_USES - 1)
-        self._life[places[placed]] = lives[placed] + 1
-        if not placed.all():
-            self._ages.forget(lives[~placed])
+        if len(known) < n:
+            self._name_new(use.names, places, lives)
         self._uses_to_refresh -= 1
         if self._teacher is self and self._ages.lives >= self._refresh_at and self._uses_to_refresh <= 0:
             self._ages.refresh(use.now_s)
@@ -90,21 +88,29 @@ class HazardPolicy(RankedPolicy):
             self._refresh_at = self._ages.lives + min(_REFRESH_LIVES, 256 + self._ages.lives // 4)
         return classes
 
-    def _put(self, names: NDArray[np.uint64]) -> I64:
-        """[n] places of new names; those that they push out are no longer followed."""
-        places = self._names.put(names, self._life)
-        forgotten = self._life[places[places != NOWHERE]]
-        self._ages.forget(forgotten[forgotten > 0] - 1)
-        return places
+    def _name_new(self, names: NDArray[np.uint64], places: I64, lives: I64) -> None:
+        """Names that have no place get one; those that they push out are no longer followed."""
+        new = (places == NOWHERE).nonzero()[0]
+        put = self._names.put(names[new], self._life)
+        lives = lives[new]
+        if (nowhere := put == NOWHERE).any():
+            self._ages.forget(lives[nowhere])
+            put, lives = put[~nowhere], lives[~nowhere]
+        pushed_out = self._life[put]
+        if (pushed_out := pushed_out[pushed_out > 0]).size:
+            self._ages.forget(pushed_out - 1)
+        self._uses[put] = 1
+        self._life[put] = lives + 1
 
     def _ended(self, rows: Rows, stop: Stop) -> None:
         """Their lives, and they, are of the classes of that reason from now on."""
-        classes = self._class_of[rows].astype(np.int64) // _STOPS * _STOPS + int(stop)
-        changed = classes != self._class_of[rows]
+        lives = self._life_of[rows]
+        old = self._ages.classes(lives)
+        classes = old // _STOPS * _STOPS + int(stop)
+        changed = classes != old
         rows, classes = rows[changed], classes[changed]
         if len(rows):
-            self._class_of[rows] = classes
-            self._ages.relabel(self._life_of[rows], classes)
+            self._ages.relabel(lives[changed], classes)
             self._enter(rows[::-1], classes[::-1])
 
     def _mark(self) -> float:

@@ -38,10 +38,10 @@ class Names:
     def find(self, names: NDArray[np.uint64]) -> I64:
         """[n] the place of each name, NOWHERE where it is not known."""
         buckets = (names & self._mask).astype(np.int64)
-        same = self._buckets[buckets] == (names + _ONE)[:, None]
-        ways = same.argmax(axis=1)
-        found: I64 = buckets * _WAYS + ways
-        found[~same[np.arange(len(names)), ways]] = NOWHERE
+        same = (self._buckets[buckets] == (names + _ONE)[:, None]).reshape(-1).nonzero()[0]
+        known = same // _WAYS
+        found = np.full(len(names), NOWHERE)
+        found[known] = buckets[known] * _WAYS + same % _WAYS
         return found
 
     def put(self, names: NDArray[np.uint64], ages: I64) -> I64:
@@ -49,26 +49,25 @@ class Names:
 
         `ages` is a column of the owner's, by place: of a full bucket the least goes; what is not in use is 0 there.
         """
-        n = len(names)
         buckets = (names & self._mask).astype(np.int64)
-        order = np.argsort(buckets, kind="stable")
-        of_bucket = buckets[order]
-        first = np.flatnonzero(np.concatenate(([True], of_bucket[1:] != of_bucket[:-1]))[:n])
-        turn = np.empty(
-            n, dtype=np.int64
-        )  # the first of these names in a bucket takes its oldest place, and so on
-        turn[order] = np.arange(n) - np.repeat(first, np.diff(np.concatenate((first, [n]))))
-        placed = np.flatnonzero(turn < _WAYS)
-        oldest = ages.reshape(-1, _WAYS)[buckets[placed]]
-        alone = turn[placed].max(initial=0) == 0
-        ways = oldest.argmin(axis=1) if alone else _ranked(oldest, turn[placed])
-        places = np.full(n, NOWHERE, dtype=np.int64)
-        places[placed] = buckets[placed] * _WAYS + ways
-        self._buckets.reshape(-1)[places[placed]] = names[placed] + _ONE
+        ordered = np.sort(buckets)
+        if (ordered[1:] == ordered[:-1]).any():
+            return self._put_by_turns(names, buckets, ages)
+        places: I64 = buckets * _WAYS + ages.reshape(-1, _WAYS)[buckets].argmin(axis=1)
+        self._buckets.reshape(-1)[places] = names + _ONE
         return places
 
-
-def _ranked(ages: I64, turns: I64) -> I64:
-    """[n] of each row of ages the way that comes at that turn, the oldest first."""
-    found: I64 = np.argsort(ages, axis=1, kind="stable")[np.arange(len(turns)), turns]
-    return found
+    def _put_by_turns(self, names: NDArray[np.uint64], buckets: I64, ages: I64) -> I64:
+        """As `put`, where some share a bucket: the first of them takes its oldest place, and so on."""
+        n = len(names)
+        order = np.argsort(buckets, kind="stable")
+        of_bucket = buckets[order]
+        first = np.flatnonzero(np.concatenate(([True], of_bucket[1:] != of_bucket[:-1])))
+        turn = np.empty(n, dtype=np.int64)
+        turn[order] = np.arange(n) - np.repeat(first, np.diff(np.concatenate((first, [n]))))
+        placed = np.flatnonzero(turn < _WAYS)
+        oldest = np.argsort(ages.reshape(-1, _WAYS)[buckets[placed]], axis=1, kind="stable")
+        places = np.full(n, NOWHERE, dtype=np.int64)
+        places[placed] = buckets[placed] * _WAYS + oldest[np.arange(len(placed)), turn[placed]]
+        self._buckets.reshape(-1)[places[placed]] = names[placed] + _ONE
+        return places

@@ -42,61 +42,67 @@ class Entries:
 class ClassLog:
     """Entries of one class in the order of their use. Entries of blocks used since, or gone, are dead."""
 
-    __slots__ = ("_count", "_marks", "_rows", "_stamps")
+    __slots__ = ("_end", "_marks", "_rows", "_stamps", "_start")
 
     def __init__(self) -> None:
         self._rows = np.empty(_FIRST_LOG, dtype=np.uint32)
         self._stamps = np.empty(_FIRST_LOG, dtype=np.int64)
         self._marks = np.empty(_FIRST_LOG, dtype=np.float64)
-        self._count = 0
+        self._start = 0  # all before it are dead
+        self._end = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._end - self._start
 
     def append(self, entries: Entries, alive: I64) -> None:
         """Amortised O(n). `alive`: [rows] the stamp of each row that counts."""
         n = len(entries.rows)
-        if self._count + n > len(self._rows):
+        if self._end + n > len(self._rows):
             self._pack(n, alive)
-        where = slice(self._count, self._count + n)
+        where = slice(self._end, self._end + n)
         self._rows[where], self._stamps[where], self._marks[where] = (
             entries.rows,
             entries.stamps,
             entries.marks,
         )
-        self._count += n
+        self._end += n
 
     def entries(self) -> Entries:
         """All, dead ones too, as views."""
-        n = self._count
-        return Entries(rows=self._rows[:n], stamps=self._stamps[:n], marks=self._marks[:n])
+        all_ = slice(self._start, self._end)
+        return Entries(rows=self._rows[all_], stamps=self._stamps[all_], marks=self._marks[all_])
 
     def first(self, count: int, alive: I64) -> Entries:
-        """The oldest `count` live entries, or all. O(count and the dead before them)."""
-        rows, stamps = self._rows[: self._count], self._stamps[: self._count]
+        """The oldest `count` live entries, or all. O(count and the dead between them); those before them but once."""
         width = 2 * count
         while True:
-            live = np.flatnonzero(alive[rows[:width]] == stamps[:width])[:count]
-            if len(live) >= count or width >= self._count:
-                return _picked(self.entries(), live)
+            entries = self.entries()
+            live = np.flatnonzero(alive[entries.rows[:width]] == entries.stamps[:width])[:count]
+            if len(live) >= count or width >= len(entries.rows):
+                found = _picked(entries, live)
+                self._start += int(live[0]) if len(live) else len(entries.rows)
+                return found
+            if not len(live):
+                self._start += width
             width *= 4
 
     def up_to(self, mark: float, alive: I64) -> Entries:
         """The live entries with marks up to this one, which may be a rounding error too low."""
-        stop = int(np.searchsorted(self._marks[: self._count], np.nextafter(mark, np.inf), side="right"))
-        return _picked(self.entries(), np.flatnonzero(alive[self._rows[:stop]] == self._stamps[:stop]))
+        entries = self.entries()
+        stop = int(np.searchsorted(entries.marks, np.nextafter(mark, np.inf), side="right"))
+        return _picked(entries, np.flatnonzero(alive[entries.rows[:stop]] == entries.stamps[:stop]))
 
     def _pack(self, room: int, alive: I64) -> None:
-        kept = np.flatnonzero(alive[self._rows[: self._count]] == self._stamps[: self._count])
+        entries = self.entries()
+        kept = _picked(entries, np.flatnonzero(alive[entries.rows] == entries.stamps))
         size = len(self._rows)
-        while size < 2 * (len(kept) + room):
+        while size < 2 * (len(kept.rows) + room):
             size *= 2
-        for name in ("_rows", "_stamps", "_marks"):
-            old = getattr(self, name)
+        for name, old in (("_rows", kept.rows), ("_stamps", kept.stamps), ("_marks", kept.marks)):
             new = np.empty(size, dtype=old.dtype)
-            new[: len(kept)] = old[kept]
+            new[: len(old)] = old
             setattr(self, name, new)
-        self._count = len(kept)
+        self._start, self._end = 0, len(kept.rows)
 
 
 class RankedPolicy(CachePolicy):
@@ -181,7 +187,7 @@ class RankedPolicy(CachePolicy):
             stamps = np.concatenate((plan.stamps, stamps))
             ranks = np.concatenate((plan_ranks, ranks))
         if len(rows) > count:
-            near = np.flatnonzero(ranks <= np.partition(ranks, count - 1)[count - 1])
+            near = (ranks <= np.partition(ranks, count - 1)[count - 1]).nonzero()[0]
             rows, ranks, stamps = rows[near], ranks[near], stamps[near]
         order = np.lexsort((stamps, ranks))[:count]
         found: Rows = rows[order]
@@ -213,7 +219,7 @@ class RankedPolicy(CachePolicy):
     def _young(self, may_go: MayGo | None) -> tuple[Rows, I64, F64]:
         """Rows, stamps and ranks of what was used since the plan and counts."""
         n = self._young_count
-        good = np.flatnonzero(self._stamp[self._young_rows[:n]] == self._young_stamps[:n])
+        good = (self._stamp[self._young_rows[:n]] == self._young_stamps[:n]).nonzero()[0]
         rows = self._young_rows[good]
         if may_go is not None and len(rows):
             allowed = may_go(rows)

@@ -30,6 +30,7 @@ BUCKETS = 40
 """The last begins after 2^19 s, six days: what is not used by then is never used."""
 _EDGES_S: F64 = np.concatenate(([0.0], _FIRST_AGE_S * 2.0 ** (np.arange(BUCKETS) / _BUCKETS_AN_OCTAVE)))
 _WIDTHS_S: F64 = np.diff(_EDGES_S)
+_INNER_EDGES_S = _EDGES_S[1:BUCKETS].copy()
 _ALIVE = np.inf
 _FORGOTTEN = -np.inf
 """End of a life that nobody would notice any more: it counts in no further bucket."""
@@ -44,7 +45,7 @@ _FIRST_LOG = 1 << 12
 
 def age_buckets(ages_s: F64) -> I64:
     """[n] the bucket of each age."""
-    found: I64 = np.searchsorted(_EDGES_S[1:BUCKETS], ages_s, side="right")
+    found: I64 = _INNER_EDGES_S.searchsorted(ages_s, side="right")
     return found
 
 
@@ -130,6 +131,11 @@ class ReuseAges:
         """Nobody will say when these end: what they outlived counts, what they would have does not. O(n)."""
         at = lives - self._base
         self._ended[at[at >= 0]] = _FORGOTTEN
+
+    def classes(self, lives: I64) -> I64:
+        """[n] class of each life; of those forgotten, 0."""
+        at = lives - self._base
+        return np.where(at >= 0, self._class[np.maximum(at, 0)], 0).astype(np.int64)
 
     def relabel(self, lives: I64, classes: I64) -> None:
         """These are of other classes, in what is still to be counted of them. O(n)."""

@@ -54,10 +54,11 @@ class Shadows:
         self._here: dict[str, NDArray[np.bool_]] = {
             name: np.zeros(self._size, dtype=np.bool_) for name in candidates
         }
-        self._rows: list[NDArray[np.uint32]] = []
+        self._names: list[NDArray[np.uint64]] = []
         self._depths: list[NDArray[np.uint32]] = []
         self._ends: list[tuple[NDArray[np.uint32], Stop]] = []
         self._batch = 0
+        self._batch_blocks = max((self._blocks << halvings) // _BATCH_SHARE, 1)
         self.seen = 0.0
         """Sampled blocks, the older the less."""
         self.hits = dict.fromkeys(candidates, 0.0)
@@ -66,13 +67,10 @@ class Shadows:
 
     def use(self, use: Use) -> bool:
         """Whether there is something new in `hits`."""
-        mixed = _mixed(use.names)
-        chosen = np.flatnonzero((mixed & self._unsampled) == 0)
-        if len(chosen):
-            self._rows.append(self._row_of(mixed[chosen]))
-            self._depths.append(use.depths[chosen])
-            self._batch += len(chosen)
-        if self._batch * _BATCH_SHARE < self._blocks or not self._batch:
+        self._names.append(use.names)
+        self._depths.append(use.depths)
+        self._batch += len(use.names)
+        if self._batch < self._batch_blocks:
             return False
         self._flush(use)
         return True
@@ -94,10 +92,9 @@ class Shadows:
 
     def _flush(self, use: Use) -> None:
         """What has come since the last time is used at once; the last of each block counts, any before it hits."""
-        rows, depths = (
-            np.concatenate(self._rows[::-1]),
-            np.concatenate(self._depths[::-1]),
-        )  # the last use first
+        mixed = _mixed(np.concatenate(self._names[::-1]))  # the last use first
+        chosen = np.flatnonzero((mixed & self._unsampled) == 0)
+        rows, depths = self._row_of(mixed[chosen]), np.concatenate(self._depths[::-1])[chosen]
         n = len(rows)
         last = np.sort(np.unique(rows, return_index=True)[1])
         rows, depths = rows[last], depths[last]
@@ -119,7 +116,7 @@ class Shadows:
         for one, other in self._squares:
             square = (hits[one] - hits[other]) ** 2
             self._squares[one, other] = self._squares[one, other] * fade + square
-        self._rows, self._depths, self._ends, self._batch = [], [], [], 0
+        self._names, self._depths, self._ends, self._batch = [], [], [], 0
 
 
 def _mixed(names: NDArray[np.uint64]) -> NDArray[np.uint64]:

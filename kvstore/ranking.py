@@ -30,7 +30,7 @@ __all__ = ["Ranking", "Rankings"]
 _REMEMBERED_LEASES = 8192
 _MOST_NOTED = 1 << 14
 """Notes that wait. More come only where the background has not run for long; the oldest are then never told."""
-_TOLD_A_TICK = 1 << 13
+_TOLD_A_TICK = 1 << 12
 """Blocks: what a turn of the background may take, a millisecond or two."""
 _RESIZED_BY = 0.25
 _NO_ROWS: U32 = np.empty(0, dtype=np.uint32)

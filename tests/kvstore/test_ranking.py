@@ -238,6 +238,7 @@ def test_every_policy_keeps_a_store_sound() -> None:
             )
             if grant.complete:
                 rig.write_through(session, hashes)
+                rig.step(session, dram=np.arange(24, dtype=np.uint32))  # what it found there
             rig.write_down()
             rig.store.take_changed()
             rig.store.tick(rig.now_ms)
