@@ -32,7 +32,7 @@ _DISK_WINDOW = 16
 """Requests that found something on disk, between two verdicts on it."""
 _WORTH_SHARE = 0.03
 """Of what computing would take, the least that asking a disk has to save."""
-_LEAST_STORED_BYTES = 64 << 20
+_LEAST_STORED_BYTES = 8 << 20
 _QUEUE_AGE_S = 0.01
 _STALE_S = 3.0
 """After so long without a load a disk's speed is looked at again."""

@@ -125,7 +125,13 @@ class LoadPlans:
             on_disk * self._session.hbm.slot_bytes + self._choice.queued_bytes() if loads and on_disk else 0
         )
         known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
-        self._planned[lease] = _Planned(plan, known, prompt[: len(known)], self._clock(), nbytes)
+        planned = self._planned[lease] = _Planned(plan, known, prompt[: len(known)], self._clock(), nbytes)
+        if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
+            planned.asked_at, planned.disk_bytes, planned.tiers = (
+                previous.asked_at,
+                previous.disk_bytes,
+                previous.tiers,
+            )
         if loads:
             return Ask(len(prompt), wait_s=trial_s or self._choice.patience_s(plan))
         self._session.cancel(lease)  # what a prefetch of it has not read yet is not to be read from the front
@@ -134,14 +140,14 @@ class LoadPlans:
         return Ask(len(prompt), private=True)
 
     def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
-        """How fast a disk was that a request has waited for: where not all came in time, by what did."""
+        """How fast a disk was that a request has waited for: where not all came in time, at the rate of what did."""
         if not planned.disk_bytes:
             return
-        length, slot_bytes = min(len(found), len(planned.tiers)), self._session.hbm.slot_bytes
+        length = min(len(found), len(planned.tiers))
         wanted = planned.tiers[:length] == Tier.NVME
         came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
-        nbytes = planned.disk_bytes if came == np.count_nonzero(wanted) else max(1, came) * slot_bytes
-        self._choice.loaded(Tier.NVME, nbytes, self._clock() - planned.asked_at)
+        share = max(came, 0.5) / max(int(np.count_nonzero(wanted)), 1)
+        self._choice.loaded(Tier.NVME, planned.disk_bytes, (self._clock() - planned.asked_at) / share)
 
     def begin(self, lease: int, hits: int) -> None:
         """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""

@@ -30,6 +30,8 @@ _NO_HICCUP, _CHANGED = 3, 3.0
 _FADE, _FADED = 0.98, 0.05
 """What a kind counts less with each measurement of others, and at least: what was seen once is not forgotten."""
 _FIT_PART = 32
+_SIMPLER = 0.002
+"""A line with one cost less is taken where its mean square error, relative, is no more than that worse."""
 _RIDGE = 1e-9
 _ANCHOR = 0.3
 """What the assumed cost of context weighs, in measurements: little beside what was measured at length."""
@@ -118,7 +120,7 @@ class _Line:
     def measured(self, features: Sequence[float], seconds: float) -> None:
         """Takes one measurement. O(features)."""
         x = np.asarray(features, dtype=np.float64)
-        seconds = max(seconds, _LEAST_S)
+        seconds = max(float(seconds), _LEAST_S)
         self.count += 1
         key = tuple(frexp(feature)[1] for feature in features)
         if self._has_changed(x, seconds):
@@ -150,23 +152,27 @@ class _Line:
         # Of many measurements one more changes little, and a fit takes as long as a hundred of them.
         if self._fit is None or self.count - self._fitted > self.count // _FIT_PART:
             self._fitted = self.count
-            moments, products = np.zeros((self._size, self._size)), np.zeros(self._size)
+            moments, products, total = np.zeros((self._size, self._size)), np.zeros(self._size), 0.0
             for kind in self._kinds.values():
                 weight = min(kind.count, 1.0 / _NEWEST) * max(_FADE ** (self.count - kind.last), _FADED)
                 x = kind.features / kind.seconds  # errors count relative to what was measured
                 moments += weight * np.outer(x, x)
                 products += weight * x
+                total += weight
             if ratio:
                 row = np.array([-ratio, 1.0, 0.0]) / max(1.0, ratio)
                 moments += _ANCHOR * float(moments[0, 0]) * np.outer(row, row)
-            self._fit = _least_squares(moments, products)
+            self._fit = _least_squares(moments, products, _SIMPLER * total)
         return self._fit
 
 
-def _least_squares(moments: NDArray[np.float64], products: NDArray[np.float64]) -> NDArray[np.float64]:
+def _least_squares(
+    moments: NDArray[np.float64], products: NDArray[np.float64], worth: float
+) -> NDArray[np.float64]:
     """The best coefficients of which none is negative, by trying which of them are zero: there are few.
 
-    Of equally good ones the first in order: a single measurement is put down to bytes and tokens, not to a start.
+    One with more of them, or with later ones, must be better by `worth`: measurements of one size are put down to bytes
+    and tokens, not to a start.
     """
     features = len(products)
     best, best_error = np.zeros(features), np.inf
@@ -178,7 +184,7 @@ def _least_squares(moments: NDArray[np.float64], products: NDArray[np.float64]) 
             if (solved < 0).any():
                 continue
             error = float(solved @ part @ solved - 2.0 * products[at] @ solved)
-            if error < best_error - 1e-12:
+            if error < best_error - worth:
                 best, best_error = np.zeros(features), error
                 best[at] = solved
     return best
