@@ -4,9 +4,9 @@
 
 The one argument are settings, by key (`kvstore.cli.settings`). The process prints one JSON object when it is ready,
 with the moments of its start, then reads one JSON object a line: `{"tokens": …, "seed": …, …}` asks a
-prompt, `{"raw_bytes": …}` times a plain pinned copy. It ends when its input does. While nobody asks, the engine is
-stepped, so that copies of blocks that are under way are reported. Times are those of the monotonic clock, which all
-processes share.
+prompt, `{"together": …}` several at once, `{"raw_bytes": …}` times a plain pinned copy. It ends when its input does.
+While nobody asks, the engine is stepped, so that copies of blocks that are under way are reported. Times are those of
+the monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -33,7 +33,7 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 if TYPE_CHECKING:
     from engine_adapter.engine.engine import Engine
 
-__all__ = ["Answer", "AskedWorker", "Mark", "Start", "options_of", "spawn_asked"]
+__all__ = ["Answer", "AskedWorker", "Mark", "Start", "Together", "options_of", "spawn_asked"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _IDLE_S = 0.005
@@ -68,6 +68,18 @@ class Answer:
     first_token_at: float
     step_s: float
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What prompts got that were asked at the same moment."""
+
+    ttft_s: tuple[float, ...]
+    """Of each, in the order in which they were asked."""
+    seconds: float
+    """Until the last answer was complete."""
+    cached_tokens: int
+    """Of all together."""
 
 
 def options_of(flags: Mapping[str, str]) -> EngineOptions:
@@ -111,6 +123,11 @@ class AskedWorker:
             }
         )
         return Answer(**found | {"token_ids": tuple(found["token_ids"])})
+
+    def ask_together(self, *, tokens: int, seeds: Sequence[int], new_tokens: int) -> Together:
+        """Prompts of random tokens, all asked at the same moment; `seeds` may name one more than once."""
+        found = self._call({"together": {"tokens": tokens, "seeds": list(seeds), "new_tokens": new_tokens}})
+        return Together(**found | {"ttft_s": tuple(found["ttft_s"])})
 
     def raw_bytes_per_s(self, nbytes: int) -> float:
         """The rate of a plain copy of so many bytes to its device."""
@@ -194,14 +211,20 @@ def main(flags: Mapping[str, str]) -> None:
         marks.append(("ready", time.monotonic()))
         _say({"marks": marks, "beside": beside})
         for command in _commands(engine):
-            _say(_raw(command["raw_bytes"], engine) if "raw_bytes" in command else _ask(engine, **command))
+            _say(_carried_out(engine, command))
+
+
+def _carried_out(engine: Engine, command: dict[str, Any]) -> Mapping[str, object]:
+    if "raw_bytes" in command:
+        return _raw(command["raw_bytes"], engine)
+    return _ask_together(engine, **command["together"]) if "together" in command else _ask(engine, **command)
 
 
 def _say(value: Mapping[str, object]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _commands(engine: Engine) -> Iterator[dict[str, int]]:
+def _commands(engine: Engine) -> Iterator[dict[str, Any]]:
     """Lines of standard input; the engine is stepped while there are none."""
     buffer = b""
     while True:
@@ -248,6 +271,30 @@ def _ask(
         token_ids=tuple(token_ids),
     )
     return asdict(answer)
+
+
+def _ask_together(engine: Engine, *, tokens: int, seeds: list[int], new_tokens: int) -> dict[str, object]:
+    from engine_adapter.engine.sampler import SamplingParams
+
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    prompts = [random_prompt(seed, tokens, engine.loaded.config.vocab_size) for seed in seeds]
+    start = time.monotonic()
+    order = [engine.add_request(prompt, params) for prompt in prompts]
+    first: dict[str, float] = {}
+    cached = 0
+    for output in engine.run():
+        if output.error is not None:
+            raise output.error
+        if output.token_ids:
+            first.setdefault(output.request_id, time.monotonic() - start)
+        if output.stats is not None:
+            cached += output.stats.cached_tokens
+    together = Together(
+        ttft_s=tuple(first[request] for request in order),
+        seconds=time.monotonic() - start,
+        cached_tokens=cached,
+    )
+    return asdict(together)
 
 
 def _raw(nbytes: int, engine: Engine) -> dict[str, object]:

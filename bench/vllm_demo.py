@@ -157,7 +157,13 @@ class _Demo:
         """Returns when it takes requests."""
         options = self._options
         flag = json.dumps(transfer_config({"socket": self._socket}, on_failure="recompute"))
-        command = [str(options.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
+        command = [
+            str(options.python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(options.model),
+        ]
         command += ["--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
         command += [
             "--block-size",

@@ -21,7 +21,10 @@ from kvstore.watching import Watching
 from kvstore.wire.packed import MOVE
 from kvstore.writing import Writing
 
-__all__ = ["Moving"]
+__all__ = ["ALL", "Moving"]
+
+ALL = 1 << 30
+"""Moves: no bound."""
 
 
 class Moving:
@@ -83,20 +86,19 @@ class Moving:
 
     # -- out
 
-    def take(self, path: int, limit: int, writes: int) -> NDArray[np.void]:
-        """MOVE[] for a path's mover: promotions that somebody waits for, prefetches, then at most `writes` writes; at
-        most `limit` together."""
+    def take(self, path: int, limit: int, writes: int, early: int) -> NDArray[np.void]:
+        """MOVE[] for a path's mover: promotions that somebody waits for, at most `early` prefetches, then at most
+        `writes` writes; at most `limit` together. Each kind is sorted by slot."""
         state = self._state
         self.promoting.set_up(path)
         limit = 0 if state.hung[path] else min(limit, self._flights.places)
         health, now_ms = self.promoting.health[path], state.now_ms
         parts: list[NDArray[np.void]] = []
-        dram = self.promoting.take(path, health.reads.allowed(limit, now_ms))
+        dram = self.promoting.take(path, health.reads.allowed(limit, now_ms), early)
         if len(dram):
             health.reads.began(now_ms)
             nvme = state.columns.nvme[state.dram.row[dram]]
-            order = np.argsort(nvme)
-            parts.append(self._flights.begin(MoveKind.READ, path, dram[order], nvme[order]))
+            parts.append(self._flights.begin(MoveKind.READ, path, dram, nvme))
         writes = health.writes.allowed(min(writes, limit - len(dram)), now_ms)
         if writes:
             for source, target in self._writing.take(path, writes):

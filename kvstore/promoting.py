@@ -254,31 +254,48 @@ class Promoting:
 
     # -- out
 
-    def take(self, number: int, limit: int) -> U32:
-        """DRAM slots to read into, at most `limit`: those that somebody waits for, then prefetches by deadline."""
+    def take(self, number: int, limit: int, early: int) -> U32:
+        """DRAM slots to read into, at most `limit`: those that somebody waits for, then prefetches by deadline.
+
+        At most `early` of the latter: whoever comes next waits for all that a mover has. Both are sorted by NVMe slot.
+        """
         path = self._paths[number]
-        taken: list[U32] = []
-        count = 0
-        while count < limit and (path.demanded or path.prefetched):
-            deadline_ms = None
-            if path.demanded:
-                slots = path.demanded.popleft()
-            else:
-                deadline_ms, _, slots = heapq.heappop(path.prefetched)
-            slots = slots[self._progress[slots] == (_DEMANDED if deadline_ms is None else _PREFETCHED)]
-            if len(slots) > limit - count:
-                rest, slots = slots[limit - count :], slots[: limit - count]
-                if deadline_ms is None:
-                    path.demanded.appendleft(rest)
-                else:
-                    heapq.heappush(path.prefetched, (deadline_ms, 0, rest))
-            self._progress[slots] = _MOVING
-            self._moving += len(slots)
-            self.queued -= len(slots)
-            self.queued_ahead -= 0 if deadline_ms is None else len(slots)
-            taken.append(slots)
-            count += len(slots)
-        return np.concatenate(taken) if taken else NO_SLOTS
+        demanded = self._take_demanded(path, limit)
+        ahead = self._take_ahead(path, min(early, limit - len(demanded)))
+        self.queued_ahead -= len(ahead)
+        taken = np.concatenate((self._by_place(demanded), self._by_place(ahead)))
+        self._progress[taken] = _MOVING
+        self._moving += len(taken)
+        self.queued -= len(taken)
+        return taken
+
+    def _take_demanded(self, path: _Path, limit: int) -> U32:
+        taken = NO_SLOTS
+        while len(taken) < limit and path.demanded:
+            slots = path.demanded.popleft()
+            slots = slots[(self._progress[slots] == _DEMANDED) & ~np.isin(slots, taken)]
+            room = limit - len(taken)
+            if len(slots) > room:
+                path.demanded.appendleft(slots[room:])
+            taken = np.concatenate((taken, slots[:room]))
+        return taken
+
+    def _take_ahead(self, path: _Path, limit: int) -> U32:
+        taken = NO_SLOTS
+        while len(taken) < limit and path.prefetched:
+            deadline_ms, order, slots = heapq.heappop(path.prefetched)
+            slots = slots[(self._progress[slots] == _PREFETCHED) & ~np.isin(slots, taken)]
+            room = limit - len(taken)
+            if len(slots) > room:
+                heapq.heappush(path.prefetched, (deadline_ms, order, slots[room:]))
+            taken = np.concatenate((taken, slots[:room]))
+        return taken
+
+    def _by_place(self, slots: U32) -> U32:
+        """Sorted by where storage has their blocks."""
+        state = self._state
+        found: U32 = slots[np.argsort(state.columns.nvme[state.dram.row[slots]])]
+        return found
 
     # -- outcomes: flights of kind READ, all of one path
 

@@ -53,7 +53,7 @@ from kvstore.moves import (
     StoreLimits,
     StoreStats,
 )
-from kvstore.moving import Moving
+from kvstore.moving import ALL, Moving
 from kvstore.paths import Paths
 from kvstore.pinning import Pins
 from kvstore.prefetching import Prefetching
@@ -422,9 +422,9 @@ class Store:
             found.granted(grant_id, slots.hbm_slots, slots.dram_slots, ahead=True, limit=limit)
         return slots
 
-    def take_moves(self, path: int, limit: int, writes: int | None = None) -> NDArray[np.void]:
-        """MOVE[] for a path's mover, reads first, each sorted by slot; its slots are held until `moves_done`."""
-        return self._moving.take(path, limit, limit if writes is None else writes)
+    def take_moves(self, path: int, limit: int, writes: int = ALL, early: int = ALL) -> NDArray[np.void]:
+        """MOVE[] for a path's mover, reads first; its slots are held until `moves_done`. See Moving.take."""
+        return self._moving.take(path, limit, writes, early)
 
     def moves_done(self, *, now_ms: int, path: int, ids: U64, statuses: U8) -> None:
         """What became of moves (MoveStatus). Ids that are not in flight on this path are passed over."""

@@ -23,6 +23,8 @@ _LEAST_AHEAD_BYTES = 32 * MIB
 _MOST_AHEAD_BYTES = GIB
 _ALIKE = 1.5  # times within this factor of each other, more or less, count as the same
 _SHORTEST_S = 1e-4
+_EARLY_S = 0.02
+_LEAST_EARLY_BYTES = MIB
 
 
 class PathLoad:
@@ -50,6 +52,11 @@ class PathLoad:
         if not self._rate:
             return STRIPE_BYTES
         return int(min(max(self._rate * _AHEAD_S, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES))
+
+    @property
+    def early_bytes(self) -> int:
+        """The most that should be outstanding in reads where nobody waits for the next: who comes waits for those."""
+        return int(max(self._rate * _EARLY_S, _LEAST_EARLY_BYTES))
 
     def began(self, nbytes: int, now_s: float) -> None:
         """Moves of so many bytes were given to the path."""

@@ -315,10 +315,7 @@ class MoverPath:
         self._update_writer()
 
     def pump(self, writes: int = 0) -> int:
-        """Sends as many reads as the mover has room for and up to `writes` writes; commits what is due.
-
-        Returns how many writes it has taken.
-        """
+        """Sends reads, and up to `writes` writes, as far as the mover has room; commits. How many writes it took."""
         link = self._working()
         if link is None:
             self.index.start()
@@ -327,7 +324,8 @@ class MoverPath:
         while link.room:
             moves = self._waiting_moves
             if moves is None:
-                moves = self._owner.store.take_moves(self.number, link.room, writes=writes - taken)
+                early = self.outstanding.early_room
+                moves = self._owner.store.take_moves(self.number, link.room, writes - taken, early)
                 taken += int(np.count_nonzero(moves["kind"] == MoveKind.WRITE))
             self._waiting_moves = None
             if not len(moves):

@@ -17,6 +17,8 @@ _MOST_WRITES = 768
 _LARGE_CALL_BYTES = 16 * MIB  # as much as one call may move, or one slot and the debt of the one before
 _CALLS = 2
 _FIRST_WRITES = 8  # before the size of a block is known
+_FIRST_EARLY = 2
+_LEAST_EARLY = 4  # blocks: a disk is never idle between two answers
 
 
 def longest_answer_s(throttle: NvmeThrottle | None) -> float:
@@ -39,6 +41,7 @@ class Outstanding:
         self._is_write: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         self._write_bytes = 0
         self._block_bytes = 0  # of the last write
+        self._read_bytes = 0  # of the last read's block
 
     def sent(self, moves: NDArray[np.void], now_s: float) -> None:
         """The mover has these MOVE[] now."""
@@ -52,6 +55,8 @@ class Outstanding:
             lengths = moves["length"][is_write]
             self._write_bytes += int(lengths.sum(dtype=np.uint64))
             self._block_bytes = int(lengths[-1])
+        if not is_write.all():
+            self._read_bytes = int(moves["length"][~is_write][-1])
         self.load.began(int(moves["length"].sum(dtype=np.uint64)), now_s)
 
     def ended(self, ids: NDArray[np.uint64], now_s: float) -> NDArray[np.bool_]:
@@ -93,6 +98,14 @@ class Outstanding:
         if not self._block_bytes:
             return min(most, _FIRST_WRITES)
         return max(0, min(most, (self.load.ahead_bytes - self._write_bytes) // self._block_bytes))
+
+    @property
+    def early_room(self) -> int:
+        """How many more blocks it should be given to read that nobody waits for yet."""
+        if not self._read_bytes:
+            return _FIRST_EARLY
+        most = max(self.load.early_bytes, _LEAST_EARLY * self._read_bytes)
+        return max(0, (most - (self.load.outstanding_bytes - self._write_bytes)) // self._read_bytes)
 
     @property
     def stripe(self) -> int:

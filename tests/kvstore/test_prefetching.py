@@ -102,6 +102,20 @@ def test_the_soonest_deadline_comes_first_and_who_waits_before_all() -> None:
     rig.check()
 
 
+def test_a_mover_is_given_few_reads_that_nobody_waits_for() -> None:
+    rig = Rig()
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(4, seed=seed))
+    prefetch(rig, one, chain(4, seed=0))
+    rig.acquire(one, chain(4, seed=1), lease=2)
+    moves = rig.store.take_moves(0, 100, 100, 1)
+    assert moves["hash"].tolist() == chain(4, seed=1).tolist() + chain(1, seed=0).tolist()
+    assert len(rig.store.take_moves(0, 100, 100, 0)) == 0
+    assert len(rig.store.take_moves(0, 100)) == 3
+    rig.check()
+
+
 def test_a_shared_prefix_comes_as_soon_as_the_first_of_its_requests_needs_it() -> None:
     """The read kept the deadline of whoever asked for it first."""
     rig = Rig()

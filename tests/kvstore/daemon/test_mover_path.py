@@ -138,7 +138,7 @@ class Rig:
             await asyncio.sleep(0.001)
         raise TimeoutError
 
-    def _take(self, _path: int, _limit: int, *, writes: int) -> NDArray[np.void]:
+    def _take(self, _path: int, _limit: int, _writes: int, _early: int) -> NDArray[np.void]:
         moves = np.zeros(1 if self.waiting else 0, dtype=MOVE)
         moves["id"], moves["dram_extent"] = 1, 10
         self.waiting = False

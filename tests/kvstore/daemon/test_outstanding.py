@@ -87,3 +87,17 @@ def test_a_disk_that_is_held_back_is_not_taken_for_one_that_hangs() -> None:
     assert longest_answer_s(NvmeThrottle(write_bytes_per_s=MIB)) == 16.0
     assert longest_answer_s(NvmeThrottle(read_bytes_per_s=GIB)) < 0.1
     assert longest_answer_s(NvmeThrottle(read_operations_per_s=1)) == 2.0
+
+
+def test_reads_that_nobody_waits_for_keep_whoever_comes_waiting_for_a_moment_only() -> None:
+    """All reads ahead were given to the mover at once: on a slow disk whoever came then waited for all of them."""
+    have = Outstanding()
+    assert have.early_room == 2
+    have.sent(moves(MoveKind.READ, range(1, 3)), 1.0)
+    assert have.early_room == 2, "never fewer than four blocks under way"
+    have.sent(moves(MoveKind.WRITE, range(3, 33)), 1.0)
+    assert have.early_room == 2, "writes are bounded by themselves"
+    have.ended(ids_of(*range(1, 33)), 1.05)  # 32 MiB in 50 ms
+    assert have.early_room == 640 // 50
+    have.sent(moves(MoveKind.READ, range(40, 70)), 2.0)
+    assert have.early_room == 0
