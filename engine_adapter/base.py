@@ -180,7 +180,10 @@ class BlockManager(Protocol):
         ...
 
     def computing(self, steps: int) -> None:
-        """So many launched steps have not ended. Called before a launch and when a step has ended; never waits."""
+        """So many steps are under way; 0: nothing is to be computed. Called before a launch, and when work has run out.
+
+        Not between two steps: what a copy begins there would go on into the next one. Never waits.
+        """
         ...
 
     def end_step(self) -> None:

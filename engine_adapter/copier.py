@@ -103,7 +103,7 @@ class Copier(Protocol):
         ...
 
     def computing(self, steps: int) -> None:
-        """So many steps of the engine are under way: copies leave it the multiprocessors. Any thread; never waits."""
+        """So many steps of the engine are under way, or 0: copies leave them the multiprocessors. See BlockManager."""
         ...
 
     def close(self, timeout_s: float) -> None:

@@ -242,6 +242,8 @@ class Engine:
         depth = self._overlap if chunks and not self._in_flight[-1].draws else 0
         while len(self._in_flight) > depth:
             outputs += self._retire()
+        if self._idle or not self.has_work:
+            self._blocks.computing(0)
         self._blocks.end_step()
         return outputs
 
@@ -273,11 +275,7 @@ class Engine:
         self._blocks.computing(len(self._in_flight) + 1)
         launched_at = time.perf_counter()
         waited = any(chunk.request.arriving is not None for chunk in chunks)
-        try:
-            step = self._runner.launch(chunks, tables)
-        except LateKv:
-            self._blocks.computing(len(self._in_flight))
-            raise
+        step = self._runner.launch(chunks, tables)
         self._scheduler.launched(chunks)
         sampling = [self._live[chunk.request.id].params for chunk in chunks if chunk.samples]
         launched = _InFlight(
@@ -291,7 +289,6 @@ class Engine:
         ended = self._in_flight.popleft()
         ended.step.wait()
         self._time(ended)
-        self._blocks.computing(len(self._in_flight))
         fault("step.done")
         useful = self._scheduler.complete(ended.chunks, self._choose(ended))
         return [self._accept(self._live[c.request.id], c.request.tokens[c.end], c.end) for c in useful]

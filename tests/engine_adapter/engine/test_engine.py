@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -238,14 +239,22 @@ def test_the_engine_waits_only_when_nothing_can_run(tiny_model: LoadedModel) -> 
     assert blocks.steps == 4 + 10
 
 
-def test_the_block_manager_hears_of_steps_before_their_launch_and_of_their_end(
-    tiny_model: LoadedModel,
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+def test_the_block_manager_hears_of_steps_before_their_launch_and_when_there_are_no_more(
+    tiny_model: LoadedModel, temperature: float
 ) -> None:
-    """Copies beside a step go another way."""
+    """It heard of an end between every two steps that draw at random: kernels of copies began there, and held the next
+    step up."""
     page_bytes = tiny_model.config.page_bytes(BLOCK, 4)
     blocks = PrefixCacheBlocks(num_pages=8, page_bytes=page_bytes, block_tokens=BLOCK)
-    Engine(tiny_model, blocks, EngineSettings()).generate([[1, 2, 3]], TEN)
-    assert blocks.under_way == [1, 0] * 10
+    engine = Engine(tiny_model, blocks, EngineSettings())
+    engine.generate([[1, 2, 3]], replace(TEN, temperature=temperature))
+    assert blocks.under_way == [1] * 10 + [0]
+    engine.add_request([1, 2, 3], TEN, RequestId("left"))
+    engine.step()
+    engine.abort(RequestId("left"))
+    engine.step()
+    assert blocks.under_way[-2:] == [1, 0]
 
 
 class Suspicious(PrefixCacheBlocks):
