@@ -9,7 +9,7 @@ import kvstore.by_key
 from kvstore.errors import InvalidArgument
 from kvstore.health import FAILURES_IN_A_ROW, RETRY_MS
 from kvstore.layout import ExtentState, SlotState, Tier
-from kvstore.moves import FlushLeft, MoveKind, MoveStatus, Outcome, StoreLimits
+from kvstore.moves import FlushLeft, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
 from tests.kvstore.store_rig import PAGE, Rig, chain, copies
 
 HBM, DRAM, MISS, PROMOTING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.MISS, Outcome.PROMOTING
@@ -435,6 +435,38 @@ def test_a_disk_hit_is_promoted_and_then_a_dram_hit() -> None:
     assert rig.store.take_changed() == []
     rig.done(moves[2:])
     assert rig.store.take_changed() == [(one, [5])]
+    assert rig.outcomes(one, chain(4)) == [DRAM] * 4
+    rig.check()
+
+
+def test_what_is_computed_again_is_found_in_memory_where_no_memory_has_it() -> None:
+    """A block that the disk had stayed private when it was computed again: the next request computed it, too."""
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    grant = rig.acquire(one, chain(4), private=True)
+    assert grant.outcomes.tolist() == [MISS] * 4
+    sealed = rig.step(one, seals=rig.seals(one, chain(4), grant.hbm_slots, grant.hbm_generations))
+    assert sealed == [SealOutcome.PUBLISHED] * 4
+    rig.check()
+    rig.step(one, hbm=grant.hbm_slots)
+    assert rig.outcomes(one, chain(4)) == [HBM] * 4
+    rig.evict_hbm()
+    assert rig.outcomes(one, chain(4)) == [PROMOTING] * 4  # the disk has them still
+    rig.check()
+
+
+def test_what_is_computed_again_while_dram_has_it_stays_private() -> None:
+    """Copies in memory are compared with each other: two that were computed apart may differ in their last bits."""
+    rig = Rig()
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    grant = rig.acquire(one, chain(4), private=True)
+    assert rig.outcomes(one, chain(4)) == [PROMOTING] * 4
+    rig.done(rig.store.take_moves(0, 10))
+    sealed = rig.step(one, seals=rig.seals(one, chain(4), grant.hbm_slots, grant.hbm_generations))
+    assert sealed == [SealOutcome.DUPLICATE] * 4
+    rig.step(one, hbm=grant.hbm_slots)
     assert rig.outcomes(one, chain(4)) == [DRAM] * 4
     rig.check()
 
