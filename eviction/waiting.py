@@ -16,6 +16,8 @@ from eviction.base import MayGo, Rows, Stop, Use
 
 __all__ = ["CachePolicy"]
 
+_SOUGHT = -1  # a row whose next use is looked for
+
 
 class CachePolicy(ABC):
     """Implements Policy but for the order of blocks that nobody waits for."""
@@ -25,10 +27,7 @@ class CachePolicy(ABC):
         self._cached = np.zeros(rows, dtype=np.bool_)
         self._count = 0
         self._now_s = 0.0
-        self._waiting: Sequence[Rows] = ()
-        self._next_use: NDArray[np.int32] | None = (
-            None  # [rows] place in the queue; what nobody waits for: -1
-        )
+        self._waiting: Waiting | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -45,14 +44,10 @@ class CachePolicy(ABC):
         self._ended(rows[self._cached[rows]], stop)
 
     def expect(self, waiting: Sequence[Rows]) -> None:
-        """What waits, next first. O(rows in it)."""
-        if self._next_use is None:
-            self._next_use = np.full(len(self._cached), -1, dtype=np.int32)
-        for rows in self._waiting:
-            self._next_use[rows] = -1
-        for place in reversed(range(len(waiting))):  # the nearest use is written last
-            self._next_use[waiting[place]] = place
-        self._waiting = waiting
+        """What waits, next first. O(what came and went) where the queue only moved up by one, else O(rows in it)."""
+        if self._waiting is None:
+            self._waiting = Waiting(len(self._cached))
+        self._waiting.replace(waiting)
 
     def victims(self, count: int, now_s: float, may_go: MayGo | None = None) -> Rows:
         """First of what nobody waits for, then of the rest."""
@@ -60,9 +55,11 @@ class CachePolicy(ABC):
         if not self._waiting:
             found = self._choose(count, may_go)
         else:
-            found = self._choose(count, self._unexpected(may_go))
+            found = self._choose(count, self._waiting.unexpected(may_go))
             if len(found) < count:
-                found = np.concatenate((found, self._expected(count - len(found), may_go)))
+                last = self._waiting.last(count - len(found), self._cached, may_go)
+                self._forget(last)
+                found = np.concatenate((found, last))
         self._cached[found] = False
         self._count -= len(found)
         return found
@@ -94,27 +91,75 @@ class CachePolicy(ABC):
         """The answer to a prompt of these, all cached, ended. A policy that learns from it says how."""
         return
 
-    def _unexpected(self, may_go: MayGo | None) -> MayGo:
+
+class Waiting:
+    """The requests in the queue, and which of them wants each row first."""
+
+    __slots__ = ("_first", "_last_use", "_next_use", "_queue")
+
+    def __init__(self, rows: int) -> None:
+        self._queue: list[Rows] = []
+        self._first = 1  # serial number of the first in the queue
+        self._next_use = np.zeros(rows, dtype=np.int64)  # [rows] of the first that wants the row; none: 0
+        self._last_use = np.zeros(rows, dtype=np.int64)  # [rows] of the last; none: less than `_first`
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def replace(self, waiting: Sequence[Rows]) -> None:
+        """These wait, next first. A request that waits on is the same object as before."""
+        queue = list(waiting)
+        if self._queue and not _goes_on(queue, self._queue):
+            if _goes_on(queue, self._queue[1:]):
+                self._drop_first()
+            else:
+                for rows in self._queue:
+                    self._next_use[rows] = 0
+                self._first += len(self._queue)
+                self._queue = []
+        for rows in queue[len(self._queue) :]:
+            self._queue.append(rows)
+            serial = self._first + len(self._queue) - 1
+            self._next_use[rows[self._next_use[rows] == 0]] = serial
+            self._last_use[rows] = serial
+
+    def _drop_first(self) -> None:
+        rows, serial = self._queue.pop(0), self._first
+        self._first += 1
+        rows = rows[self._next_use[rows] == serial]
+        self._next_use[rows] = 0
+        again = rows[self._last_use[rows] > serial]
+        self._next_use[again] = _SOUGHT
+        left = len(again)
+        for place, others in enumerate(self._queue):
+            if not left:
+                break
+            found = others[self._next_use[others] == _SOUGHT]
+            self._next_use[found] = self._first + place
+            left -= len(found)
+
+    def unexpected(self, may_go: MayGo | None) -> MayGo:
         """Of what may go, what nobody waits for."""
         next_use = self._next_use
-        assert next_use is not None
         if may_go is None:
-            return lambda rows: next_use[rows] < 0
-        return lambda rows: (next_use[rows] < 0) & may_go(rows)
+            return lambda rows: next_use[rows] == 0
+        return lambda rows: (next_use[rows] == 0) & may_go(rows)
 
-    def _expected(self, count: int, may_go: MayGo | None) -> Rows:
-        """At most `count` of what is waited for, the furthest next use first, within one the tail first."""
+    def last(self, count: int, cached: NDArray[np.bool_], may_go: MayGo | None) -> Rows:
+        """At most `count` of what is cached and waited for, the furthest next use first, within one the tail first."""
         parts: list[Rows] = []
-        for place in reversed(range(len(self._waiting))):
-            rows = self._waiting[place][::-1]
-            assert self._next_use is not None
-            rows = rows[self._cached[rows] & (self._next_use[rows] == place)]
+        for place in reversed(range(len(self._queue))):
+            rows = self._queue[place][::-1]
+            rows = rows[cached[rows] & (self._next_use[rows] == self._first + place)]
             if may_go is not None and len(rows):
                 rows = rows[may_go(rows)]
             parts.append(rows[:count])
             count -= len(parts[-1])
             if count <= 0:
                 break
-        found = np.concatenate(parts)
-        self._forget(found)
-        return found
+        return np.concatenate(parts)
+
+
+def _goes_on(queue: list[Rows], before: list[Rows]) -> bool:
+    """Whether `queue` begins with the requests of `before`."""
+    return len(before) <= len(queue) and all(one is other for one, other in zip(before, queue, strict=False))
