@@ -148,7 +148,7 @@ def measure(
     device: str = "auto",
     parent: Path | None = None,
     worker: Mapping[str, str] | None = None,
-    keep: Callable[[Mapping[str, object]], None] = lambda _: None,
+    keep: Callable[[Mapping[str, object]], object] = lambda _: None,
 ) -> PrefetchResult:
     """Runs both cases. `keep` is given what is known after each. Raises what daemon and engine raise."""
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=parent))
