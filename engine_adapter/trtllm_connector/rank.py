@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_adapter.copier import Copier, TwinCopier
+from engine_adapter.external.copiers import piece_copier
 from engine_adapter.external.jobs import StepPlan
 from engine_adapter.external.moving import PieceMover, StepEvent
 from engine_adapter.external.options import ConnectorOptions
@@ -23,7 +23,6 @@ from engine_adapter.external.ranks import RankListener
 from engine_adapter.external.working import Working
 from engine_adapter.trtllm_connector.channel import Hello, RankChannel
 from engine_adapter.trtllm_connector.leader import StepMetadata
-from kvstore.client import DramListener
 from kvstore.client.dram_member import DramMember
 from kvstore.errors import FailedPrecondition, KvstoreError, Unavailable
 
@@ -75,7 +74,7 @@ class RankHalf:
 
     def _register(self, pool: Any) -> None:
         pieces = PieceMap([_block_pages(pool)])
-        copier, listener = _copier(pool.device)
+        copier, listener = piece_copier(pool.device.type, pool.device.index or 0)
         self._device = pool.device
         self._member = member = DramMember(
             self._rank + 1, timeout_s=self._options.timeout_s, listener=listener
@@ -208,15 +207,3 @@ def _block_pages(pool: Any) -> LayerPages:
         itemsize=itemsize,
         dimensions=(Dimension(name="element", size=block_bytes // itemsize, stride=itemsize),),
     )
-
-
-def _copier(device: Any) -> tuple[Copier, DramListener | None]:
-    """Who copies, and who pins DRAM for it."""
-    if device.type == "cpu":
-        return TwinCopier(max_blocks=1 << 20), None
-    if device.type != "cuda":
-        raise FailedPrecondition(f"KV on a device of the kind {device.type} cannot be copied")
-    from engine_adapter.cuda_copier import CudaCopier
-
-    copier = CudaCopier(device.index or 0)
-    return copier, copier

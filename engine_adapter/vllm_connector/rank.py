@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from engine_adapter.copier import TwinCopier
+from engine_adapter.external.copiers import piece_copier
 from engine_adapter.external.jobs import StepPlan, StepReport
 from engine_adapter.external.moving import BlockMover, PieceMover, SharedBlocks, StepEvent
 from engine_adapter.external.options import ConnectorOptions
@@ -30,7 +31,6 @@ from kvstore.geometry import DTYPE_BYTES
 __all__ = ["RankHalf"]
 
 _CLOSE_S = 10.0
-_MAX_PIECES = 1 << 20  # a copier counts pieces, of which a block has one a layer
 
 
 class RankHalf:
@@ -162,14 +162,8 @@ def _mover(
     if shared is not None:
         blocks = SharedBlocks(shared, part_bytes(pieces.payload_bytes))
         return PieceMover(blocks, TwinCopier(load=blocks.load(), store=blocks.store())), None
-    if device.type == "cpu":
-        return PieceMover(pieces, TwinCopier(max_blocks=_MAX_PIECES)), None
-    if device.type != "cuda":
-        raise FailedPrecondition(f"KV on a device of the kind {device.type} cannot be copied")
-    from engine_adapter.cuda_copier import CudaCopier
-
-    copier = CudaCopier(device.index or 0)
-    return PieceMover(pieces, copier), copier
+    copier, listener = piece_copier(device.type, device.index or 0)
+    return PieceMover(pieces, copier), listener
 
 
 def _cpu_shared(
