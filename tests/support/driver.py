@@ -12,6 +12,7 @@ from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import Admission, RequestId
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.layer_groups import LayerGroups
+from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -19,6 +20,9 @@ from tests.support.blocks import block_bytes, expected
 from tests.support.worker import BLOCK_TOKENS, PARTS, geometry
 
 __all__ = ["Driver", "attached"]
+
+ALWAYS = ChoiceSettings(mode=LoadMode.ALWAYS)
+"""What is there is a hit, however slow the disk is: tests of the store look for what it kept."""
 
 
 class Driver:
@@ -39,7 +43,13 @@ class Driver:
         self.session = session
         self.copier = copier
         self.blocks = KvstoreBlockManager(
-            session, parts, copier, patience_s=patience_s, away_s=away_s, layer_groups=layer_groups
+            session,
+            parts,
+            copier,
+            patience_s=patience_s,
+            away_s=away_s,
+            loads=ALWAYS,
+            layer_groups=layer_groups,
         )
         self.namespace: Namespace = session.open_namespace(parts)
         self.tokens: dict[RequestId, list[int]] = {}

@@ -30,6 +30,7 @@ from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.identity import HashChain
 from tests.support.blocks import block_bytes, describes_itself, expected, private_bytes
+from tests.support.driver import ALWAYS
 from tests.support.workload import Workload
 
 BLOCK_TOKENS = 4
@@ -305,7 +306,7 @@ def main() -> int:
     device = DeviceSpec(hbm_bytes=options.hbm_bytes, index=options.device)
     session = _attach(client, options.name, geometry(options.slot_kib), device)
     copier = CheckingCopier(TwinCopier(), counts)
-    blocks = KvstoreBlockManager(session, PARTS, copier, patience_s=2.0, away_s=_RESTART_S)
+    blocks = KvstoreBlockManager(session, PARTS, copier, patience_s=2.0, away_s=_RESTART_S, loads=ALWAYS)
     workload = Workload(
         family=options.family,
         seed=options.seed,
