@@ -42,9 +42,11 @@ _LIMITS_S = {
     "store": 60.0,
     "nvme": 60.0,
     "index": 60.0,
+    "planner": 150.0,
+    "guard": 150.0,
 }
-_WITH_FILES = ("index", "lookup", "nvme", "pressure", "store", "ttft")
-_BY_PARTS = ("pressure", "ttft")
+_WITH_FILES = ("guard", "index", "lookup", "nvme", "planner", "pressure", "store", "ttft")
+_BY_PARTS = ("guard", "planner", "pressure", "ttft")
 """Those that write what they know so far: something is left of them where the limit ends them."""
 
 

@@ -107,7 +107,6 @@ class KvstoreBlockManager:
 
         `away_s`: once the daemon has been away for so long, a request that needs more than the slots in hand fails.
         `loads`: how it is decided what is loaded and what computed; None: as for an engine that can do one at a time.
-
         `layer_groups`: when a request is admitted while its prefix is still being loaded; None: never.
         """
         self._session = session
@@ -361,6 +360,7 @@ class KvstoreBlockManager:
 
     def reach(self, request: RequestId, num_tokens: int) -> Reach:
         """See BlockManager. What is loaded from behind comes into the table here."""
+        self._absorb_events()  # what was lost must not come into a table
         entry = self._requests[request]
         progress = self._plans.progress(entry.lease, num_tokens)
         if progress is None:
@@ -370,8 +370,7 @@ class KvstoreBlockManager:
             self._session.stage(dropped_hbm=unused)
         if progress.pieces:
             entry.pages = self._session.hbm.page_of(entry.slots)
-        if len(progress.overtaken):
-            entry.overtaken.append(progress.overtaken)
+        entry.overtaken += progress.overtaken
         return progress.reach
 
     def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -495,6 +494,7 @@ class KvstoreBlockManager:
                         entry.retry_at, entry.changed = 0.0, True
             elif isinstance(event, Lost):
                 for entry in self._requests.values():
+                    self._plans.end(entry.lease)
                     if entry.phase is _Phase.ASKED and self._may_go_on(entry):
                         self._start_again(entry)
                     entry.lost |= bool(np.isin(entry.slots, event.hbm_slots).any())

@@ -47,7 +47,7 @@ class Progress:
     pieces: list[LoadedPiece]
     """To take into its table."""
     reach: Reach
-    overtaken: range
+    overtaken: list[range]
     """Blocks that need not be computed, since they are in the table as they were loaded; mostly none."""
 
 
@@ -204,7 +204,7 @@ class LoadPlans:
         if here < run.begin or num_tokens % block_tokens:
             stop = both.stop(num_tokens) if here < run.begin else here  # the block that it is in
             reach = Reach(computed_tokens=num_tokens, stop_tokens=max(num_tokens, stop * block_tokens))
-            return Progress(taken.pieces, reach, range(0))
+            return Progress(taken.pieces, reach, [])
         overtaken = range(here, max(here, run.end))
         planned.overtaken_blocks += len(overtaken)
         if overtaken.stop >= both.end:
@@ -212,7 +212,7 @@ class LoadPlans:
             self.end(lease)
         tokens = overtaken.stop * block_tokens
         stop_tokens = EVERYTHING if overtaken.stop >= both.end else tokens + block_tokens
-        return Progress(taken.pieces, Reach(computed_tokens=tokens, stop_tokens=stop_tokens), overtaken)
+        return Progress(taken.pieces, Reach(computed_tokens=tokens, stop_tokens=stop_tokens), [overtaken])
 
     def end(self, lease: int) -> None:
         """Nothing more is to be loaded for this request."""
