@@ -12,17 +12,13 @@ from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import Admission, RequestId
 from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.layer_groups import LayerGroups
-from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.blocks import block_bytes, expected
-from tests.support.worker import BLOCK_TOKENS, PARTS, geometry
+from tests.support.worker import ALWAYS, BLOCK_TOKENS, PARTS, geometry
 
 __all__ = ["Driver", "attached"]
-
-ALWAYS = ChoiceSettings(mode=LoadMode.ALWAYS)
-"""What is there is a hit, however slow the disk is: tests of the store look for what it kept."""
 
 
 class Driver:

@@ -25,12 +25,12 @@ import numpy as np
 from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import RequestId
 from engine_adapter.copier import Copier, CopyBatch, Direction, TwinCopier
+from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Session, connect
 from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.identity import HashChain
 from tests.support.blocks import block_bytes, describes_itself, expected, private_bytes
-from tests.support.driver import ALWAYS
 from tests.support.workload import Workload
 
 BLOCK_TOKENS = 4
@@ -57,6 +57,10 @@ def say(event: str, **values: object) -> None:
     """One JSON line."""
     sys.stdout.write(json.dumps({"event": event, "at": time.time(), **values}) + "\n")
     sys.stdout.flush()
+
+
+ALWAYS = ChoiceSettings(mode=LoadMode.ALWAYS)
+"""What is there is a hit, however slow the disk is: tests of the store look for what it kept."""
 
 
 @dataclass(slots=True)
