@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine_adapter.adapter import KvstoreBlockManager
+from engine_adapter.base import RequestId
 from engine_adapter.engine.device import compute_dtype, device_name
 from engine_adapter.engine.engine import Engine
 from engine_adapter.engine.loader import load_model
@@ -19,6 +20,7 @@ from engine_adapter.fingerprint import model_geometry, namespace_parts
 from engine_adapter.layer_groups import layer_groups_of
 from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from engine_adapter.opening import StorePlan, begin_block_manager
+from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry
 from tests.engine_adapter.engine.harness import random_tokens
 
@@ -105,8 +107,52 @@ def cold(sizes: Sizes, settings: EngineSettings) -> tuple[int, ...]:
 
 def behind_a_load(store: Path, sizes: Sizes, settings: EngineSettings, *, name: str, grouped: bool) -> Found:
     """In a namespace of its own. Else the load is awaited as a whole."""
+    with begin_block_manager(_plan(store, sizes, settings, name)) as pending:
+        blocks = pending.result()
+        engine = Engine(load_model(find_shape(sizes.model), settings), blocks, settings)
+        _put_out(engine, blocks, sizes)
+        watched = _Watched(sizes, settings.device)
+        blocks.layer_groups = watched if grouped else None  # type: ignore[assignment]
+        (answer,) = engine.generate([sizes.prompt()], PARAMS)
+        _settle(engine, blocks)
+    return Found(answer.token_ids, answer.stats.cached_by_tier, watched.chosen)
+
+
+@dataclass(frozen=True)
+class BrokenOff:
+    """What came of a request whose load does not come in time, and of others."""
+
+    error: KvstoreError | None
+    beside: tuple[int, ...]
+    """Answer to another prompt, computed while the load is under way; `afterwards` is that from its cached blocks."""
+    afterwards: tuple[int, ...]
+    again: tuple[int, ...]
+    """Answer to the same prompt afterwards."""
+
+
+def broken_off(
+    store: Path, sizes: Sizes, settings: EngineSettings, *, name: str, come: Callable[[], None]
+) -> BrokenOff:
+    """As `behind_a_load`, grouped; loads are held up until `come` is called."""
+    with begin_block_manager(_plan(store, sizes, settings, name)) as pending:
+        blocks = pending.result()
+        engine = Engine(load_model(find_shape(sizes.model), settings), blocks, settings)
+        _put_out(engine, blocks, sizes)
+        blocks.layer_groups = _Watched(sizes, settings.device)  # type: ignore[assignment]
+        engine.add_request(sizes.prompt(), PARAMS, RequestId("late"))
+        outputs = list(engine.run())
+        other = _tokens(200, 4)
+        (beside,) = engine.generate([other], PARAMS)
+        come()
+        _settle(engine, blocks)
+        (afterwards,) = engine.generate([other], PARAMS)
+        (again,) = engine.generate([sizes.prompt()], PARAMS)
+    return BrokenOff(outputs[-1].error, beside.token_ids, afterwards.token_ids, again.token_ids)
+
+
+def _plan(store: Path, sizes: Sizes, settings: EngineSettings, name: str) -> StorePlan:
     source, geometry = find_shape(sizes.model), sizes.geometry(settings.device)
-    plan = StorePlan(
+    return StorePlan(
         socket=store,
         name=name,
         geometry=geometry,
@@ -115,17 +161,13 @@ def behind_a_load(store: Path, sizes: Sizes, settings: EngineSettings, *, name: 
         device=settings.device,
         loads=ChoiceSettings(mode=LoadMode.ALWAYS, chunk_tokens=sizes.chunk_tokens),
     )
-    with begin_block_manager(plan) as pending:
-        blocks = pending.result()
-        engine = Engine(load_model(source, settings), blocks, settings)
-        for tokens in (_tokens(sizes.prefix, 1), _tokens(sizes.other, 2)):
-            engine.generate([[*tokens, 0]], PARAMS)
-            _settle(engine, blocks)
-        watched = _Watched(sizes, settings.device)
-        blocks.layer_groups = watched if grouped else None  # type: ignore[assignment]
-        (answer,) = engine.generate([sizes.prompt()], PARAMS)
+
+
+def _put_out(engine: Engine, blocks: KvstoreBlockManager, sizes: Sizes) -> None:
+    """The prefix is computed, and another prompt then puts it out of HBM."""
+    for tokens in (_tokens(sizes.prefix, 1), _tokens(sizes.other, 2)):
+        engine.generate([[*tokens, 0]], PARAMS)
         _settle(engine, blocks)
-    return Found(answer.token_ids, answer.stats.cached_by_tier, watched.chosen)
 
 
 def _tokens(count: int, seed: int) -> list[int]:

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -228,6 +230,34 @@ def test_a_daemon_that_dies_between_two_groups_is_noticed_by_nobody(service: Ser
         engine.await_nothing_used()
         assert engine.run("warm", tokens).cached_by_tier == {"hbm": CACHED * B}
         engine.await_nothing_used()
+
+
+@pytest.mark.slow
+def test_a_new_session_waits_for_a_load_of_the_lost_one(tmp_path: Path) -> None:
+    """Daemon and keeper die between two groups, and the request ends: the pages are the load's until it has ended."""
+    config, tokens = small_config(tmp_path), prompt()
+    with started(config) as first, loading(first, tokens) as (engine, copier):
+        request, admission = admitted_early(engine, tokens)
+        assert admission.arriving is not None
+        copier.step()
+        assert admission.arriving.wait_for(0)
+        keeper, daemon = first.keeper_pid, first.daemon_pid
+        os.kill(keeper, signal.SIGKILL)
+        os.kill(daemon, signal.SIGKILL)
+        wait_for("the loss", lambda: not engine.session.connected)
+        with started(config) as second:
+            engine.release(request)
+            deadline = time.monotonic() + 1.5  # a new session comes within a second where nothing is in use
+            while time.monotonic() < deadline:
+                engine.blocks.end_step()
+                assert not engine.session.connected
+                time.sleep(0.02)
+            copier.step(100)
+            engine.run("cold", tokens, timeout_s=20)
+            engine.run("again", tokens)  # the first was named by a key that was lost with the daemon
+            assert engine.run("warm", tokens).cached_tokens == CACHED * B
+            engine.await_nothing_used()
+            assert second.faults() == []
 
 
 _DIES = """

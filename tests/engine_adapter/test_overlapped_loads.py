@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engine_adapter.arrival import Arrival
 from engine_adapter.copier import CopyBatch, Direction, TwinCopier
-from tests.engine_adapter.overlapped_loads import BLOCK, SMALL, behind_a_load, cold
+from kvstore.errors import Unavailable
+from tests.engine_adapter.overlapped_loads import BLOCK, SMALL, behind_a_load, broken_off, cold
 from tests.support.daemon import Service, small_config, started
 
 SLOW_S = 0.05
@@ -44,3 +47,26 @@ def test_answers_over_a_load_under_way_are_those_over_a_whole_one(service: Servi
     assert grouped.by_tier.get("dram", 0) >= BLOCK
     assert sum(grouped.by_tier.values()) == sum(whole.by_tier.values()) == SMALL.prefix
     assert grouped.token_ids == whole.token_ids == cold(SMALL, settings)
+
+
+def test_pages_of_a_load_that_was_given_up_are_used_by_nobody_until_it_has_ended(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request fails, others run in what is left of the pool, and what comes late is a hit of the next one."""
+    held, go = threading.Event(), threading.Event()
+    copy = TwinCopier._copy
+
+    def waits(self: TwinCopier, batch: CopyBatch, begin: int, end: int) -> None:
+        if batch.direction is Direction.LOAD:
+            held.set()
+            assert go.wait(30)
+        copy(self, batch, begin, end)
+
+    monkeypatch.setattr(TwinCopier, "_copy", waits)
+    monkeypatch.setitem(Arrival.__init__.__kwdefaults__, "patience_s", 0.1)  # type: ignore[arg-type]
+    settings = SMALL.settings("cpu", deterministic=False)
+    found = broken_off(Path(service.socket), SMALL, settings, name="late", come=go.set)
+    assert held.is_set()
+    assert isinstance(found.error, Unavailable)
+    assert found.beside == found.afterwards, "what others computed meanwhile was not overwritten"
+    assert found.again == cold(SMALL, settings)
