@@ -171,7 +171,7 @@ class _Demo:
             "--max-model-len",
             "8192",
             "--num-gpu-blocks-override",
-            "256",
+            "260",
         ]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-prompt-tokens-details"]
         command += ["--kv-transfer-config", flag]
