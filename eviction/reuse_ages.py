@@ -144,6 +144,11 @@ class ReuseAges:
         self._class[at[known]] = classes[known]
         self._seen[classes] = True
 
+    def worth_at(self, classes: I64, ages_s: F64) -> F64:
+        """[n] hits a second of a slot that holds a block of such a class at such an age."""
+        found: F64 = self.worth[classes, age_buckets(ages_s)]
+        return found
+
     def refresh(self, now_s: float) -> None:
         """Counts what could be counted since the last time, and makes the worth anew. O(new lives + classes)."""
         fade = 0.5 ** ((self.lives - self._lives_at_refresh) / _HALF_LIFE_LIVES)

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from kvstore.early import Wish
 from kvstore.evicting import Evictor
-from kvstore.layout import NONE, ExtentState, SessionState, Tier
+from kvstore.layout import GENERATION_SHIFT, NONE, ExtentState, SessionState, Tier
 from kvstore.moves import U32, U64, Grant, Outcome
+from kvstore.next_turns import ExpectedTurn, NextTurns
 from kvstore.promoting import Promoting
-from kvstore.queued import QueuedRequest
+from kvstore.queued import NO_DEADLINE_MS, QueuedRequest
 from kvstore.recorder import Event
 from kvstore.sessions import Session
 from kvstore.slots import ClassKey
@@ -37,6 +38,11 @@ _LOOKED_AT = 1024
 
 
 _FEW = 64
+_IDLE_MS = 500
+"""So long nothing was read or written and nobody waited: then some is read for a next turn, and again so much later."""
+_IDLE_BYTES = 32 << 20
+_EXPECTED = 16
+"""Conversations that are looked at in a turn of the background."""
 _ASKED_MS = 30_000
 """A request that has not asked again for so long is believed no more: an engine that waits asks every few seconds."""
 _Key = tuple[int, int, int, int]  # QueuedRequest.key
@@ -45,7 +51,7 @@ _Key = tuple[int, int, int, int]  # QueuedRequest.key
 class Prefetching:
     """What is brought up ahead, and when. Every call but `pump` is O(blocks of the request)."""
 
-    __slots__ = ("_evictor", "_pending", "_promoting", "_state", "_stuck")
+    __slots__ = ("_busy_ms", "_evictor", "_pending", "_promoting", "_state", "_stuck", "turns")
 
     def __init__(self, state: StoreState, evictor: Evictor, promoting: Promoting) -> None:
         self._state = state
@@ -55,6 +61,9 @@ class Prefetching:
         """Heaps of requests; those that are no longer queued are passed over. Classes do not share slots."""
         self._stuck: set[ClassKey] = set()
         """Where the last search for victims found none; the background lets the next one begin."""
+        self._busy_ms = 0
+        self.turns: NextTurns | None = None
+        """Whose next turns are read ahead while nothing else is read or written; None: nobody's."""
 
     # -- what clients say
 
@@ -75,12 +84,18 @@ class Prefetching:
         state.recorder.note(Event.PREFETCH, session.id, len(rows), c=lease)
         self.pump()
 
-    def answered(self, session: Session, lease: int, grant: Grant, reserve: int) -> None:
-        """The request has asked for its blocks itself; until it is given all of them they stay wanted.
+    def answered(self, session: Session, lease: int, grant: Grant, reserve: int, rows: U32) -> None:
+        """The request has asked for its blocks itself ([n] rows, NONE where there was none); until it is given all of
+        them they stay wanted.
 
         Where it is given less than the `reserve` that it asked for it may give all back and ask again.
         """
         queued = self._state.queued
+        if self.turns is not None and len(grant.reserve_slots) >= reserve and grant.complete:
+            known = rows != NONE
+            rows = rows if known.all() else rows[: int(known.argmin())]
+            if len(rows):
+                self.turns.turn(rows, self._state.words(rows), self._state.now_ms)
         if queued.get(session.id, lease) is None or len(grant.reserve_slots) < reserve:
             return
         if (grant.outcomes < Outcome.PROMOTING).all():
@@ -105,12 +120,17 @@ class Prefetching:
 
     # -- what is done about it
 
-    def tick(self) -> None:
-        """The background's turn: perhaps there is room where there was none."""
+    def tick(self, queued_writes: int) -> None:
+        """The background's turn: perhaps there is room where there was none, or nothing to do for a disk."""
         self._stuck.clear()
         for session, lease in self._state.queued.asked_before(self._state.now_ms - _ASKED_MS):
             self.cancel(self._state.sessions.get(session), lease)
         self.pump()
+        if queued_writes or self._promoting.under_way or len(self._state.queued):
+            self._busy_ms = self._state.now_ms
+        elif self.turns is not None and self._state.now_ms - self._busy_ms >= _IDLE_MS:
+            self._busy_ms = self._state.now_ms
+            self._read_for_next_turn(self.turns)
 
     def pump(self) -> None:
         """Queues reads, the soonest deadline first, as far as there is room for them. O(1) where nothing is to do.
@@ -247,3 +267,36 @@ class Prefetching:
         return min(
             window, ahead - self._promoting.queued_ahead, state.limits.max_reads - self._promoting.queued
         )
+
+    # -- while nothing else is to be done
+
+    def _read_for_next_turn(self, turns: NextTurns) -> None:
+        """Queues some reads for the conversation that is likeliest to go on soon and has blocks on disk alone."""
+        state = self._state
+        for turn in turns.due(state.now_ms, _EXPECTED):
+            same = (state.words(turn.rows) >> GENERATION_SHIFT) == (turn.words >> GENERATION_SHIFT)
+            rows = turn.rows[same]
+            rows = rows[self._promoting.promotable(rows) & (state.columns.hbm[:, rows] == NONE).all(axis=0)]
+            if len(rows) and self._read_some(turns, turn, rows):
+                return
+            turns.brought(turn)
+
+    def _read_some(self, turns: NextTurns, turn: ExpectedTurn, rows: U32) -> bool:
+        """Whether there was room for some, free or of blocks that are worth less than half as much by their age."""
+        state = self._state
+        sizes = state.nvme.slot_bytes(state.columns.nvme[rows])
+        key = ClassKey(device=0, slot_bytes=int(sizes[0]))
+        count = min(int((sizes == sizes[0]).sum()), self._allowed(key), max(1, _IDLE_BYTES // key.slot_bytes))
+        if count <= 0:
+            return False
+
+        def may_go(victims: U32) -> NDArray[np.bool_]:
+            touched_ms = (state.columns.touch[victims] >> np.uint64(20)).astype(np.int64)
+            found: NDArray[np.bool_] = turns.worth_of_all(touched_ms, state.now_ms) * 2 < turn.worth
+            found &= (state.columns.nvme[victims] != NONE) & (state.queued.wanted[victims] == 0)
+            return found
+
+        owner = state.dram.class_of(key)
+        self._evictor.make_room_among(key, count, may_go, kept_free=self._evictor.reserve_of(owner))
+        wanted = rows[sizes == sizes[0]][:count]
+        return len(self._promoting.prefetch(key, wanted, NO_DEADLINE_MS, Wish.NEXT_TURN)) > 0

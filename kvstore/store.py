@@ -81,7 +81,7 @@ class Store:
         "_leaving",
         "_moving",
         "_pins",
-        "_prefetching",
+        "prefetching",
         "_sealing",
         "_state",
         "hints",
@@ -103,8 +103,8 @@ class Store:
         self._sealing = Sealing(state)
         self._crediting = Crediting(state, self._evictor)
         self._pins = Pins(state)
-        self._prefetching = Prefetching(state, self._evictor, self._moving.promoting)
-        self._attaching = Attaching(state, self._prefetching)
+        self.prefetching = Prefetching(state, self._evictor, self._moving.promoting)
+        self._attaching = Attaching(state, self.prefetching)
         self.paths = Paths(state, self._moving.promoting)
         self.sharing = Sharing(state)
         self.watching = self._moving.watching  # the canary
@@ -338,7 +338,7 @@ class Store:
             now_ms=now_ms,
         )
         grant = self._acquiring.acquire(request, rows[first:])
-        self._prefetching.answered(found, lease, grant, reserve)
+        self.prefetching.answered(found, lease, grant, reserve, rows)
         state.rankings.served(session, lease, rows, grant)
         note_grant(found, grant, grant_id, limits.max_unseen_grants)
         return grant
@@ -384,11 +384,11 @@ class Store:
         found = self._check_chain(session, namespace, hashes)
         self._state.tell_time(now_ms)
         if self._state.uses.of(found.use, namespace).reads:
-            self._prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
+            self.prefetching.prefetch(found, namespace, lease, hashes, deadline_ms)
 
     def cancel(self, session: int, lease: int) -> None:
         """Forgets what a lease waits for or prefetches. Raises: NotFound."""
-        self._prefetching.cancel(self._state.sessions.get(session), lease)
+        self.prefetching.cancel(self._state.sessions.get(session), lease)
         self._state.waits.cancel(session, lease)
 
     def _check_chain(self, session: int, namespace: int, hashes: U64) -> Session:
@@ -408,7 +408,7 @@ class Store:
     def take_changed(self) -> list[tuple[SessionId, list[int]]]:
         """Leases to tell that all they waited for has come or failed, by session."""
         self._crediting.wake()
-        self._prefetching.pump()
+        self.prefetching.pump()
         return self._state.waits.take_changed()
 
     def top_up(self, session: int, grant_id: int) -> Slots | None:
@@ -458,7 +458,7 @@ class Store:
         self._pins.expire(self._state.now_ms)
         self._evictor.keep_reserves()
         self._moving.catch_up()
-        self._prefetching.tick()
+        self.prefetching.tick(self._moving.queued_writes)
         self.index_changes.tick()
         clearing.sweep(self._state)
 

@@ -202,7 +202,7 @@ class Daemon:
             tenancy=tenancy,
             keeper_pid=lambda: self._kept.keeper_pid,
         )
-        begin_policies(tables.store.hints.rankings, self._config)
+        begin_policies(tables.store, self._config)
         streams = SessionStreams(self._owner)
         self._resizing = Resizing(self._owner, self._memory, self._movers)
         self._transfers = Transfers(

@@ -46,7 +46,11 @@ _PATH_TEXTS = {
     "in_service": "1 while an NVMe path is open and has a mover, also one that hangs (kvstore_path_hangs)",
 }
 _PATH_COUNTERS = ("accepted_bytes", "written_bytes")
-_TIER_GAUGES = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "tier")
+_TIER_GAUGES = tuple(
+    field.name
+    for field in pb.TierStats.DESCRIPTOR.fields
+    if isinstance(getattr(pb.TierStats(), field.name), int)
+)
 
 
 class StatsCollector(Collector):

@@ -6,20 +6,30 @@ from typing import Any
 
 from eviction.base import Chooser
 from eviction.factory import policy_factory
+from eviction.reuse_ages import ReuseAges
 from kvstore.config import ServeConfig
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.layout import Tier
+from kvstore.next_turns import CLASSES, NextTurns
 from kvstore.ranking import Rankings
+from kvstore.store import Store
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["STORE_ORDER", "begin_policies", "policy_fields", "resize_policies"]
 
 STORE_ORDER = "lru"
 """Tail-first LRU is the store's own key: a tier that goes by it has no policy beside it."""
+_TURNS = 1 << 16
+"""Of conversations that are remembered for what they teach."""
 
 
-def begin_policies(rankings: Rankings, config: ServeConfig) -> None:
-    """Each tier gets the policy that is configured. Raises: ConfigError for a name that is not registered."""
+def begin_policies(store: Store, config: ServeConfig) -> None:
+    """Each tier gets the policy that is configured, and prefetch what it goes by.
+
+    Raises: ConfigError for a name that is not registered.
+    """
+    if config.nvme and config.prefetch_percent:
+        store.prefetching.turns = NextTurns(config.max_rows, ReuseAges(CLASSES, _TURNS))
     nvme_bytes = sum(path.capacity_bytes for path in config.nvme)
     for tier, key, name, nbytes in (
         (Tier.DRAM, "dram_policy", config.dram_policy, config.dram_bytes),
@@ -30,7 +40,7 @@ def begin_policies(rankings: Rankings, config: ServeConfig) -> None:
         except InvalidArgument as error:
             raise ConfigError(f"{key}: {error.message}") from None
         if name != STORE_ORDER and nbytes:
-            rankings.rank(tier, name, factory, nbytes)
+            store.hints.rankings.rank(tier, name, factory, nbytes)
 
 
 def resize_policies(rankings: Rankings, dram_bytes: int, nvme_bytes: int) -> None:

@@ -298,7 +298,7 @@ def test_requests_that_ended_do_not_pile_up_behind_one_that_finds_no_room() -> N
     prefetch(rig, one, chain(3), lease=1, in_ms=1)
     for _ in range(500):
         prefetch(rig, one, chain(3), lease=2, in_ms=100)
-    (heap,) = rig.store._prefetching._pending.values()
+    (heap,) = rig.store.prefetching._pending.values()
     assert len(heap) < 100
     rig.check()
 
@@ -315,7 +315,7 @@ def test_a_search_that_found_no_room_waits_for_the_background() -> None:
     on_disk(rig, one, on_disk_later)
     rig.write_through(one, chain(4, seed=3))
     prefetch(rig, one, on_disk_later)
-    assert len(rig.store._prefetching._stuck) == 1
+    assert len(rig.store.prefetching._stuck) == 1
     rig.write_down()  # now all of DRAM is on disk as well
     rig.store.take_changed()
     assert rig.counter("prefetches") == 0

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eviction.lru import Lru
+from eviction.reuse_ages import ReuseAges
 from kvstore.layout import NONE, SlotState, TableShape, Tier, states, table_bytes
 from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
+from kvstore.next_turns import CLASSES, NextTurns
 from kvstore.prebuilt import Blocks, Prebuilder, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
 from kvstore.tenant import Tenant
@@ -111,8 +113,13 @@ class World:
                 own = hashes.integers(1, 2**63, (self.BLOCKS - 3, 2), dtype=np.uint64)
                 self.blocks.append(np.concatenate((shared, own)))
         self.store = Store.create(self.memory, self.shape, self.limits, Lru(), fault=self._fault)
+        self._expect_turns()
         self._tell_tenants()
         self._extents()
+
+    def _expect_turns(self) -> None:
+        """Blocks of next turns are read while nothing else is."""
+        self.store.prefetching.turns = NextTurns(self.shape.max_rows, ReuseAges(CLASSES, 256))
 
     def _tell_tenants(self) -> None:
         """The models are of two tenants: what each has is counted, and is checked with all else."""
@@ -165,6 +172,7 @@ class World:
                     self.memory, self.limits, Lru(), now_ms=self.now_ms, fault=self._fault
                 )
                 self._tell_tenants()
+                self._expect_turns()
                 break
             except Crash:
                 self.fault_in = None

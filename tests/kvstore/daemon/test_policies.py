@@ -73,13 +73,13 @@ def test_a_policy_that_nobody_registered_is_refused_with_the_names_of_those_ther
     with pytest.raises(
         ConfigError, match=r"nvme_policy: no eviction policy is named 'clairvoyant'.*arc, auto, fifo"
     ):
-        begin_policies(Rig().store.hints.rankings, config)
+        begin_policies(Rig().store, config)
 
 
 def test_a_tier_of_another_size_begins_anew_and_loses_nothing() -> None:
     rig = Rig(hbm=16, dram=8, nvme=0)
     rankings = rig.store.hints.rankings
-    begin_policies(rankings, ServeConfig(socket="/run/kv.sock", dram_bytes=64 * MIB, dram_policy="hazard"))
+    begin_policies(rig.store, ServeConfig(socket="/run/kv.sock", dram_bytes=64 * MIB, dram_policy="hazard"))
     assert policy_fields(rankings, Tier.DRAM) == {"policy": "hazard"}
     assert policy_fields(rankings, Tier.NVME) == {"policy": "lru"}
     session = rig.attach()
