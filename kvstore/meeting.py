@@ -25,6 +25,7 @@ _FIRST_PIECE_BYTES, _MOST_PIECE_BYTES = 256 << 10, 256 << 20
 _FIRST_TOKENS = 64
 """A step of an engine that was not measured; the next ones double, so that little is computed in vain."""
 _PROVEN_TOKENS = 512
+_LATE, _LATE_S = 1.5, 0.002
 _PIECES_AHEAD = 3
 """So many are asked for at a time: a disk is never without work, little is read in vain, and the last comes first."""
 
@@ -112,8 +113,8 @@ class Meeting:
         """How far (a block) the next step should compute, so that it ends when what lies behind is loaded.
 
         `tokens`: computed so far; the block that they end in means: wait for the loads, which are expected sooner than
-        anything could be computed in their place. A load that is late is expected later and later, so nobody waits for
-        one that hangs. Never into loaded blocks. O(pieces between both ends).
+        anything could be computed in their place. Nobody waits for one that is late, since the disk is slower than it
+        was taken for. Never into loaded blocks. O(pieces between both ends).
         """
         prefill, tier = speeds
         ready = self.next_loaded.begin
@@ -135,6 +136,8 @@ class Meeting:
 
         # One that was measured in small steps alone may be faster than it looks: it goes on.
         waits = prefill.proven_tokens >= min(_PROVEN_TOKENS, (ready - here) * block_tokens)
+        oldest = next(iter(self._asked.values()))
+        waits &= elapsed_s <= _LATE * tier.seconds(len(oldest) * slot_bytes) + _LATE_S
         edges = [edge for edge in self._edges(ready) if edge <= farthest and (waits or edge > here)]
         return min((*edges, farthest), key=cost)
 
