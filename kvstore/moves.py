@@ -147,6 +147,9 @@ class StoreLimits:
     """Most of DRAM that blocks take which were read ahead and not asked for yet; 0: nothing is read ahead."""
 
 
+_PROMOTING = np.uint8(Outcome.PROMOTING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
     """Answer to an acquire. The first five arrays have one element a block from `first` to the end of the chain."""
@@ -162,7 +165,7 @@ class Grant:
     @property
     def complete(self) -> bool:
         """Whether nothing of the chain is to be waited for."""
-        return bool((self.outcomes < Outcome.PROMOTING).all())
+        return bool((self.outcomes < _PROMOTING).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
