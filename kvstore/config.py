@@ -209,9 +209,9 @@ class ServeConfig:
     max_namespaces: int = 1_024
     clean_percent: int = 2
     """Part of each tier's slots that the background keeps free; it begins when half of it is left. 0: none."""
-    dram_policy: str = "auto"
+    dram_policy: str = "lru"
     """Which blocks of DRAM go first: the name of an eviction policy."""
-    nvme_policy: str = "auto"
+    nvme_policy: str = "lru"
     """The same of the NVMe tier."""
     prefetch_percent: int = 50
     """Most of DRAM that blocks take which were read ahead of use and not asked for yet. 0: nothing is read ahead."""
