@@ -23,7 +23,7 @@ _LEAST_AHEAD_BYTES = 32 * MIB
 _MOST_AHEAD_BYTES = GIB
 _ALIKE = 1.5  # times within this factor of each other, more or less, count as the same
 _SHORTEST_S = 1e-4
-_EARLY_S = 0.02
+_EARLY_S = 0.005  # short, as a rate may be of a burst that the next reads do not get
 _LEAST_EARLY_BYTES = MIB
 
 

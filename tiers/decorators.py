@@ -96,8 +96,11 @@ class ThrottledStorage(_Decorator):
         return self._inner.transfer(moves)
 
     def _wait(self, bucket: _Bucket, wanted: int) -> None:
-        while (wait_s := bucket.take(wanted)) > 0:
-            self._sleep(min(wait_s, _MAX_SLEEP_S))
+        with (
+            bucket.turn
+        ):  # a large call would wait for ever behind small ones that take each token as it comes
+            while (wait_s := bucket.take(wanted)) > 0:
+                self._sleep(min(wait_s, _MAX_SLEEP_S))
 
 
 class _Bucket:
@@ -106,12 +109,14 @@ class _Bucket:
     What is larger than the bucket goes through once the bucket is full, and its debt is waited off by the next.
     """
 
-    __slots__ = ("_at", "_clock", "_lock", "_rate", "_tokens")
+    __slots__ = ("_at", "_clock", "_lock", "_rate", "_tokens", "turn")
 
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()
+        self.turn = threading.Lock()
+        """Held by the one call that waits for tokens next."""
         self._tokens = float(rate)
         self._at = clock()
 

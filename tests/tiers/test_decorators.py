@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.config import NvmeThrottle
-from kvstore.moves import MoveStatus
+from kvstore.moves import MoveKind, MoveStatus
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
 from tiers.decorators import FaultyStorage, MeasuredStorage, StorageCounts, ThrottledStorage
 from tiers.memory import MemoryStorage
@@ -123,3 +125,26 @@ def test_faults_leave_the_tier_untouched(inner: MemoryStorage, harness: Harness)
     assert inner.transfer(harness.moves_back([0]))["status"].tolist() == [MoveStatus.CORRUPT]
     with pytest.raises(OSError, match="Input/output"):
         faulty.sync()
+
+
+def test_a_large_call_has_its_turn_among_small_ones(harness: Harness) -> None:
+    """Small calls took each token as it came, and a large one waited until there were none any more."""
+    rate = 20_000
+    limits = NvmeThrottle(read_bytes_per_s=rate)
+    inner = MemoryStorage(harness.memory, capacity_bytes=SLABS)
+    storage = ThrottledStorage(inner, limits=limits, clock=time.monotonic, sleep=time.sleep)
+    bucket = storage._bytes[MoveKind.READ]
+    storage._wait(bucket, rate)  # what has gathered is gone
+    ended: list[float] = []
+
+    def large_call() -> None:
+        storage._wait(bucket, rate // 4)
+        ended.append(time.monotonic())
+
+    large = threading.Thread(target=large_call)
+    began = time.monotonic()
+    large.start()
+    while time.monotonic() - began < 1.0:
+        storage._wait(bucket, rate // 200)
+    large.join()
+    assert ended[0] - began < 0.9
