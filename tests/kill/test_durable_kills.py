@@ -66,10 +66,16 @@ class Writer:
         self._flush()
 
     def _flush(self) -> None:
-        """What is in DRAM when a daemon is asked is acknowledged once that same daemon has answered."""
+        """What is in DRAM when a daemon is asked is acknowledged once that same daemon has answered.
+
+        In that daemon's DRAM: a session that has lost its daemon shows the memory of the one before, and the next one's
+        answer, which knows nothing of it, was once taken for an acknowledgement.
+        """
         stored, self._stored = self._stored, []
         with contextlib.suppress(KvstoreError):
             pid = self._engine.client.describe().pid
+            if not self.is_connected():
+                return
             asked = [tokens for tokens in stored if self._in_dram(tokens)]
             reply = self._engine.client.flush(HANG_S)
             if reply.pending_blocks == 0 and pid == self._engine.client.describe().pid:
