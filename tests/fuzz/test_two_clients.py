@@ -125,7 +125,7 @@ class TwoClients(RuleBasedStateMachine):
         missed = [at for at, outcome in enumerate(granted.outcomes) if outcome == pb.OUTCOME_MISS]
         if missed:
             outcomes = self.honest.seal(self.honest.seals(hashes, granted)[missed])
-            # The hostile one may have taken the hash in a namespace of its own: then nothing is stored, and all goes on.
+            # The hostile one may have taken the hash in a namespace of its own: then nothing is stored.
             assert set(outcomes) <= {pb.SEAL_OUTCOME_PUBLISHED, pb.SEAL_OUTCOME_DUPLICATE}, (
                 "what only this session may fill is taken"
             )
