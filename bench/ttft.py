@@ -3,7 +3,7 @@
 A real daemon and an engine process of random weights. Each prompt is computed once (`recompute`) and asked again
 (`hbm`). The HBM of the engine holds one prompt of the longest kind: two of those, asked in turns, put everything else
 out of HBM, so what is asked then comes from DRAM (`dram`). For `disk` daemon and engine are started again over the
-same files. A sample counts for the tier that three quarters of its tokens or more came from.
+same files. A sample counts for the tier that at least half of its tokens came from.
 
 What a load from DRAM may take is 1.12 × its bytes at the rate of a plain pinned copy in the same process, and one
 decode step. Behind some prefixes from DRAM many new tokens are computed: by the first engine process, which loads in

@@ -29,7 +29,7 @@ _WARM_SEED = 1000
 _MAX_SPARE_PAGES = (
     256  # beside the longest prompt: what the daemon keeps free of a pool, up to a quarter of it
 )
-_MOSTLY = 0.75  # of the cached tokens
+_MOSTLY = 0.5  # of the cached tokens
 _SPARE_BYTES = 1 << 30
 _SLAB_BYTES = 256 << 20
 _POLL_S = 0.02
