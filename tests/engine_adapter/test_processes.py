@@ -101,7 +101,7 @@ def test_waiting_for_a_line_has_an_end_and_shows_the_log(tmp_path: Path) -> None
         except Unavailable as error:
             assert "what is wrong" in str(error), error
         household.terminate(silent, 10)
-        assert household.descendants() == []
+        until(lambda: household.descendants() == [])
         """,
         tmp_path,
     )
