@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,17 @@ class Household:
         plan = self.plan
         return engine.ask(tokens=plan.tokens, seed=number, new_tokens=plan.new_tokens)
 
-    def flush(self, service: Service) -> None:
+    def compute(self, count: int, say: Callable[[str], None]) -> list[float]:
+        """Has the first `count` prompts computed and written to disk; seconds to the first token of each."""
+        times = []
+        with self.daemon() as service, self.engine(service, "first") as engine:
+            for number in range(count):
+                say(f"computing prompt {number + 1} of {count}")
+                times.append(self.ask(engine, number).ttft_s)
+            self._flush(service)
+        return times
+
+    def _flush(self, service: Service) -> None:
         """All that is in DRAM is on disk."""
         with kvstore.connect(service.socket, timeout_s=self.plan.timeout_s) as client:
             client.flush(self.plan.timeout_s)

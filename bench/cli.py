@@ -25,7 +25,6 @@ from bench.output import (
     finish,
     progress,
 )
-from bench.prefetch_command import prefetch
 from bench.report import Figure
 
 __all__ = ["app"]
@@ -33,7 +32,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True)
 app.command()(copy)
 app.command()(interference)
-app.command()(prefetch)
+app.command()(engine_commands.prefetch)
 app.command()(engine_commands.ttft)
 app.command()(engine_commands.decode)
 app.command()(engine_commands.prefill)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from bench import decode as decode_bench
 from bench import guard as guard_bench
 from bench import planner as planner_bench
+from bench import prefetch as prefetch_bench
 from bench import prefill as prefill_bench
 from bench import pressure as pressure_bench
 from bench import ttft as ttft_bench
@@ -39,7 +40,7 @@ from bench.short import run_all, summary_table
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
 
-__all__ = ["decode", "every", "guard", "planner", "plot", "prefill", "pressure", "ttft"]
+__all__ = ["decode", "every", "guard", "planner", "plot", "prefetch", "prefill", "pressure", "ttft"]
 
 
 def ttft(
@@ -66,7 +67,7 @@ def ttft(
             model=model,
             parent=checked(folder),
             worker=worker_settings(worker),
-            keep=lambda known: None if out is None else _write(out, known),
+            keep=_keeping(out),
         )
     finish("ttft", asdict(found), ttft_figures, as_json=as_json, save=save, out=out)
 
@@ -124,7 +125,7 @@ def planner(
             device=device,
             parent=checked(folder),
             worker=worker_settings(worker),
-            keep=lambda known: None if out is None else _write(out, known),
+            keep=_keeping(out),
         )
     finish("planner", asdict(found), planner_bench.figures, as_json=as_json, save=save, out=out)
 
@@ -147,9 +148,32 @@ def guard(
             device=device,
             parent=checked(folder),
             worker=worker_settings(worker),
-            keep=lambda known: None if out is None else _write(out, known),
+            keep=_keeping(out),
         )
     finish("guard", asdict(found), guard_bench.figures, as_json=as_json, save=save, out=out)
+
+
+def prefetch(
+    *,
+    as_json: JsonOption = False,
+    short: ShortOption = False,
+    save: SaveOption = False,
+    out: OutOption = None,
+    folder: FolderOption = None,
+    device: DeviceOption = "auto",
+    worker: WorkerOption = None,
+) -> None:
+    """Requests that wait, with their prompts on a slow disk alone: with prefetch and without, by turns."""
+    with progress() as say:
+        found = prefetch_bench.measure(
+            prefetch_bench.plan_for(device, short=short),
+            say,
+            device=device,
+            parent=checked(folder),
+            worker=worker_settings(worker),
+            keep=_keeping(out),
+        )
+    finish("prefetch", asdict(found), prefetch_bench.figures, as_json=as_json, save=save, out=out)
 
 
 _Cells = Annotated[
@@ -204,6 +228,11 @@ def pressure(
     finish("pressure", result, pressure_figures, as_json=as_json, save=save)
     if all("error" in cells[str(chosen)] for chosen in wanted):
         raise KvstoreError(f"no cell could be measured: {cells[str(wanted[0])]['error']}")
+
+
+def _keeping(out: Path | None) -> Callable[[Mapping[str, object]], None]:
+    """Writes what is known so far to `--out`, where there is one."""
+    return lambda known: None if out is None else _write(out, known)
 
 
 def _write(out: Path, result: Mapping[str, object]) -> None:

@@ -117,12 +117,7 @@ def _small_dram(home: Household, say: Callable[[str], None]) -> GuardCase:
 
 
 def _slow_disk(home: Household, say: Callable[[str], None]) -> GuardCase:
-    times = []
-    with home.daemon() as service, home.engine(service, "first") as engine:
-        for number in range(home.plan.prompts):
-            say(f"disk: computing prompt {number + 1} of {home.plan.prompts}")
-            times.append(home.ask(engine, number).ttft_s)
-        home.flush(service)
+    times = home.compute(home.plan.prompts, say)
     rate = int(home.prompt_bytes / median(times) / _SLOW)
     with home.daemon(read_bytes_per_s=rate) as service:
         return _compare(home, service, "disk", say)

@@ -96,13 +96,7 @@ def measure(
     """Runs everything. `keep` is given what is known after each rate. Raises what daemon and engine raise."""
     rows: list[PlannerRow] = []
     with household(plan, device=device, parent=parent, extra=worker) as home:
-        with home.daemon() as service, home.engine(service, "first") as engine:
-            times = []
-            count = plan.prompts * len(LoadMode)
-            for number in range(count):
-                say(f"computing prompt {number + 1} of {count}")
-                times.append(home.ask(engine, number).ttft_s)
-            home.flush(service)
+        times = home.compute(plan.prompts * len(LoadMode), say)
         compute_s = median(times[1:] or times)
         for rate in rates:
             bytes_per_s = int(rate * home.prompt_bytes / compute_s)

@@ -84,6 +84,13 @@ def await_cached(made: Host, tokens: list[int], count: int, **options: Any) -> N
     wait_for(f"{count} tokens", lambda: cached(made, tokens, **options) == count)
 
 
+def keep(made: Host, tokens: list[int], count: int) -> None:
+    """Runs a prompt, and waits until its first `count` tokens are cached."""
+    cached(made, tokens)
+    made.settle()
+    await_cached(made, tokens, count)
+
+
 def await_end(made: Host, request: Request) -> None:
     wait_for(f"the end of {request.request_id}", lambda: made.iterate() or request.state == "done")
 
@@ -171,9 +178,7 @@ def test_a_prefix_that_ends_within_a_block_is_left_to_the_engine(
 ) -> None:
     tokens = prompt(4 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         asked = Request(1 << 40, tokens)
         assert made.scheduler.get_num_new_matched_tokens(asked, B + 1) == (0, False)
         assert made.scheduler.get_num_new_matched_tokens(asked, 2 * B) == (2 * B, True)
@@ -196,9 +201,7 @@ def test_salts_adapters_and_images_keep_apart(
             for _ in range(3):
                 assert cached(made, tokens, **options) == 0
                 made.settle()
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         for salt in ("a", "b"):
             wait_for("its namespace", lambda salt=salt: cached(made, prompt(2 * B), cache_salt=salt) == 0)
         assert cached(made, tokens, cache_salt="a") == 0
@@ -256,9 +259,7 @@ def test_a_request_that_ends_while_it_loads_keeps_its_pages(
     """Its pages were given to another request and then overwritten by its load."""
     tokens = prompt(8 * B + 1)
     with host(service.socket, model, monkeypatch, blocks=12) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 8 * B)
+        keep(made, tokens, 8 * B)
         for _ in range(20):
             request = made.add(tokens)
             made._allocate()
@@ -279,9 +280,7 @@ def test_a_promise_that_is_not_used_is_let_go(
 ) -> None:
     tokens = prompt(4 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         for number in range(20):
             asked = Request((1 << 41) + number, tokens)
             assert made.scheduler.get_num_new_matched_tokens(asked, 0) == (4 * B, True)
@@ -295,9 +294,7 @@ def test_what_was_promised_is_loaded_though_it_is_cleared_meanwhile(
     """The engine cannot be told that a block vanished between lookup and load, so it must not."""
     tokens = prompt(6 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 6 * B)
+        keep(made, tokens, 6 * B)
         request = made.add(tokens)
         made._allocate()
         assert request.matched == 6 * B
@@ -311,9 +308,7 @@ def test_pages_too_few_for_a_promise_are_an_error_not_a_wrong_block(
 ) -> None:
     tokens = prompt(4 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         asked = Request(1 << 42, tokens)
         for pages in ([1, 2], [1, -1, 2, 3, 4]):
             made.scheduler.get_num_new_matched_tokens(asked, 0)
@@ -328,9 +323,7 @@ def test_a_load_that_fails_is_an_error_not_a_wrong_block(
 ) -> None:
     tokens = prompt(4 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         member = made.workers[0]._half._member
         monkeypatch.setattr(type(member), "sealed", lambda self, slots, generations: slots < 0)
         with pytest.raises(KvstoreError, match="was promised and could not be loaded"):
@@ -347,9 +340,7 @@ def test_a_load_that_fails_beside_a_running_request_is_an_error_too(
     """A failure that was noticed where a step's stores begin was forgotten, and the pages were taken as loaded."""
     tokens = prompt(4 * B + 1)
     with host(service.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 4 * B)
+        keep(made, tokens, 4 * B)
         made.add(prompt(B), new_tokens=60)
         half = made.workers[0]._half
         monkeypatch.setattr(type(half._member), "sealed", lambda self, slots, generations: slots < 0)
@@ -413,9 +404,7 @@ def test_the_engine_serves_without_a_daemon_and_picks_it_up(
         assert time.monotonic() - began < 2.0
         with started(config) as service:
             await_store(made)
-            cached(made, tokens)
-            made.settle()
-            await_cached(made, tokens, 6 * B)
+            keep(made, tokens, 6 * B)
             pid = service.daemon_pid
             os.kill(pid, signal.SIGSTOP)
             for _ in range(3):
@@ -442,9 +431,7 @@ def test_a_lookup_waits_for_a_disk_where_it_is_told_to(
     config = small_config(tmp_path, nvme_bytes=64 << 20)
     tokens = prompt(6 * B + 1)
     with started(config) as service, host(config.socket, model, monkeypatch) as made:
-        cached(made, tokens)
-        made.settle()
-        await_cached(made, tokens, 6 * B)
+        keep(made, tokens, 6 * B)
         service.call("Flush", pb.FlushRequest(deadline_ms=20_000), timeout_s=30.0)
     with (
         started(config),
