@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import DeadlineExceeded, KvstoreError
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import MOVE

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from bench.blocks import SMALL, seals_of
 from eviction.lru import Lru
-from kvstore.index import Index
 from kvstore.layout import TableShape, Tier, open_columns, table_bytes
 from kvstore.match import match
 from kvstore.moves import Grant, Outcome, SealOutcome, StoreLimits
 from kvstore.store import Store
+from kvstore.tables.index import Index
 from kvstore.wire.packed import COPY, SEAL
 
 __all__ = ["FilledStore"]

@@ -20,8 +20,8 @@ from engine_adapter.load_choice import LoadChoice
 from engine_adapter.loads import Load
 from kvstore.client import Namespace, PendingGrant, Session, SlotRun
 from kvstore.layout import Tier
-from kvstore.meeting import Meeting, Piece
 from kvstore.moves import Grant, Outcome
+from kvstore.planning.meeting import Meeting, Piece
 
 __all__ = ["BothEnds", "LoadedPiece", "PieceLoader", "Taken"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.geometry import Geometry
-from kvstore.speeds import PrefillSpeed, TierSpeed
+from kvstore.planning.speeds import PrefillSpeed, TierSpeed
 
 __all__ = ["LayerGroups", "layer_groups_of"]
 

@@ -1,6 +1,6 @@
 """Load or recompute, for one engine: measures, plans, keeps watch over tiers that harm, and says what it did.
 
-The shell around `kvstore.planner`, `kvstore.speeds` and `kvstore.guard`: it has the clock and the session. Two tiers
+The shell around `kvstore.planning.planner`, `speeds` and `guard`: it has the clock and the session. Two tiers
 are watched. `dram` is what is copied out of HBM: spent is the copying, saved is what loads from DRAM and from the disk,
 which is fed from there, gained. `nvme` is what is loaded from disk: it is worth its while where it saves a few percent
 of what computing the same would take. One engine thread; measurements come from the copier's and the loader's, too.
@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import Decision, Namespace, Session, TierChange
-from kvstore.guard import GuardLimits, TierGuard, Use, Verdict
 from kvstore.layout import MOVER_BIT, ExtentState, SlotState, Tier, states
-from kvstore.meeting import Meeting, piece_blocks
-from kvstore.planner import Ends, Plan, Question, Way, plan_request, segments_of
-from kvstore.speeds import PrefillSpeed, SpeedMeter, Speeds, TierSpeed
+from kvstore.planning.guard import GuardLimits, TierGuard, Use, Verdict
+from kvstore.planning.meeting import Meeting, piece_blocks
+from kvstore.planning.planner import Ends, Plan, Question, Way, plan_request, segments_of
+from kvstore.planning.speeds import PrefillSpeed, SpeedMeter, Speeds, TierSpeed
 
 __all__ = ["ChoiceSettings", "LoadChoice", "LoadMode"]
 
-_LOG = logging.getLogger("kvstore.planner")
+_LOG = logging.getLogger("kvstore.planning.planner")
 _DISK_WINDOW = 16
 """Requests that found something on disk, between two verdicts on it."""
 _WORTH_SHARE = 0.03
@@ -156,7 +156,7 @@ class LoadChoice:
         return replace(plan, way=Way.COMPUTE, load_end=in_hbm, meet=cached)
 
     def piece_blocks(self, blocks: int) -> int:
-        """See `kvstore.meeting`. Any thread."""
+        """See `kvstore.planning.meeting`. Any thread."""
         return piece_blocks(blocks, self._session.hbm.slot_bytes, self._speeds().behind)
 
     def stop(self, meeting: Meeting, tokens: int, now: float, block_tokens: int) -> int:

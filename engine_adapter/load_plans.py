@@ -21,7 +21,7 @@ from engine_adapter.load_choice import LoadChoice
 from engine_adapter.loads import Load
 from kvstore.client import Namespace, Session
 from kvstore.layout import Tier
-from kvstore.planner import Plan, Way
+from kvstore.planning.planner import Plan, Way
 
 __all__ = ["Ask", "LoadPlans", "Progress"]
 

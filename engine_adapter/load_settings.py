@@ -6,7 +6,7 @@ from engine_adapter.engine.config import ModelConfig
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from kvstore.config import WorkerConfig
-from kvstore.planner import Ends
+from kvstore.planning.planner import Ends
 
 __all__ = ["attention_share", "choice_settings"]
 

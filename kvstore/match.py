@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.index import Index
 from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
+from kvstore.tables.index import Index
 
 __all__ = ["MatchResult", "match", "slots_sealed"]
 

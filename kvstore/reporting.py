@@ -16,9 +16,9 @@ from kvstore.moves import (
     StoreStats,
     TierStats,
 )
-from kvstore.moving import Moving
-from kvstore.slots import ClassKey
 from kvstore.state import StoreState
+from kvstore.tables.slots import ClassKey
+from kvstore.tiering.moving import Moving
 
 __all__ = ["explain", "extent_info", "stats"]
 

@@ -14,9 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import EvictionPolicy
-from kvstore.early import EarlyReads
-from kvstore.extents import Extents
-from kvstore.ghosts import Ghosts
 from kvstore.layout import (
     GENERATION_SHIFT,
     MAX_MOVERS,
@@ -27,27 +24,30 @@ from kvstore.layout import (
     SlotState,
     Tier,
 )
+from kvstore.leases.sessions import Namespaces, Session, Sessions
+from kvstore.leases.uses import Uses
+from kvstore.leases.waiting import Waits
 from kvstore.moves import U32, U64, MissCause, StoreLimits
-from kvstore.queued import Queued
-from kvstore.quotas import Quotas
-from kvstore.ranking import Rankings
 from kvstore.recorder import Event, NoRecorder, Recorder
-from kvstore.retention import Retention
-from kvstore.sampling import Sample
-from kvstore.sessions import Namespaces, Session, Sessions
-from kvstore.slots import ClassKey, SlotPool
-from kvstore.table import BlockTable
-from kvstore.uses import Uses
-from kvstore.waiting import Waits
+from kvstore.tables.extents import Extents
+from kvstore.tables.slots import ClassKey, SlotPool
+from kvstore.tables.table import BlockTable
+from kvstore.tiering.early import EarlyReads
+from kvstore.tiering.queued import Queued
+from kvstore.trust.sampling import Sample
+from kvstore.victims.ghosts import Ghosts
+from kvstore.victims.quotas import Quotas
+from kvstore.victims.ranking import Rankings
+from kvstore.victims.retention import Retention
 
-__all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit"]
+__all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit", "no_fault"]
 
 NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _SESSION_BITS = np.uint64((1 << MOVER_BIT) - 1)
 
 
 class Load(Protocol):
-    """What `kvstore.loading` has under way for one path."""
+    """What `kvstore.tiering.loading` has under way for one path."""
 
     def clear(self, namespace: int | None) -> None:
         """What a namespace (None: every one) has is not to be entered any more."""
@@ -57,6 +57,10 @@ class Load(Protocol):
 def mover_bit(path: int) -> np.uint64:
     """The bit of a path's mover in a `holders` word."""
     return np.uint64(1 << (MOVER_BIT + path))
+
+
+def no_fault(_name: str) -> None:
+    """Outside tests nothing happens between two writes."""
 
 
 class StoreState:
@@ -125,13 +129,13 @@ class StoreState:
         self.ghosts = Ghosts(limits.ghosts)
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed
-        """NVMe slots that the durable index has to learn of: noted before they change, see kvstore.index_changes."""
+        """NVMe slots that the durable index has to learn of: noted before they change, see tiering.index_changes."""
         self.cleared: deque[U32] = deque()
         """Rows that were cleared and still have slots; a start frees them all."""
         self.loads: list[Load] = []
         """Paths whose blocks are being entered: rows and extents are put aside for them."""
         self.hung: NDArray[np.bool_] = np.zeros(256, dtype=np.bool_)
-        """Paths, by the number that an extent has of them, whose disk does not answer: kvstore.paths."""
+        """Paths, by the number that an extent has of them, whose disk does not answer: kvstore.tiering.paths."""
         self.no_slab_until_ms = [0] * MAX_MOVERS
         """When a path may be asked for another slab."""
         self.unmade: NDArray[np.bool_] = np.zeros(columns.shape.max_extents, dtype=np.bool_)

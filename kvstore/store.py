@@ -12,16 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import EvictionPolicy
-from kvstore import clearing, integrity, reporting, resizing
-from kvstore.acquiring import Acquiring, Request, note_grant
-from kvstore.admission import WriteBudget
-from kvstore.attaching import Attaching
-from kvstore.crediting import Crediting
+from kvstore import reporting
 from kvstore.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from kvstore.evicting import Evictor
-from kvstore.health import PathHealth
-from kvstore.hints import Hints
-from kvstore.index_changes import IndexChanges
 from kvstore.layout import (
     NONE,
     ExtentState,
@@ -33,8 +25,12 @@ from kvstore.layout import (
     table_bytes,
     write_header,
 )
-from kvstore.leaving import Leaving, slots_for
-from kvstore.loading import Loading, LoadSlab
+from kvstore.leases.acquiring import Acquiring, Request, note_grant
+from kvstore.leases.attaching import Attaching
+from kvstore.leases.crediting import Crediting
+from kvstore.leases.sealing import Sealing
+from kvstore.leases.sessions import Session
+from kvstore.leases.sharing import Sharing
 from kvstore.moves import (
     U8,
     U32,
@@ -53,21 +49,23 @@ from kvstore.moves import (
     StoreLimits,
     StoreStats,
 )
-from kvstore.moving import ALL, Moving
-from kvstore.paths import Paths
-from kvstore.pinning import Pins
-from kvstore.prefetching import Prefetching
-from kvstore.recovering import reconcile
-from kvstore.sealing import Sealing
-from kvstore.sessions import Session
-from kvstore.sharing import Sharing
-from kvstore.state import StoreState
+from kvstore.state import StoreState, no_fault
+from kvstore.tables.recovering import reconcile
+from kvstore.tiering.admission import WriteBudget
+from kvstore.tiering.health import PathHealth
+from kvstore.tiering.index_changes import IndexChanges
+from kvstore.tiering.loading import Loading, LoadSlab
+from kvstore.tiering.moving import ALL, Moving
+from kvstore.tiering.paths import Paths
+from kvstore.tiering.prefetching import Prefetching
+from kvstore.trust import integrity
+from kvstore.victims import clearing, resizing
+from kvstore.victims.evicting import Evictor
+from kvstore.victims.hints import Hints
+from kvstore.victims.leaving import Leaving, slots_for
+from kvstore.victims.pinning import Pins
 
 __all__ = ["Store"]
-
-
-def _no_fault(_name: str) -> None:
-    """Outside tests nothing happens between two writes."""
 
 
 class Store:
@@ -120,7 +118,7 @@ class Store:
         limits: StoreLimits,
         policy: EvictionPolicy,
         *,
-        fault: Callable[[str], None] = _no_fault,
+        fault: Callable[[str], None] = no_fault,
     ) -> Store:
         """A store without anything in it, over memory that is all zeros, of at least `table_bytes(shape)` bytes."""
         if len(memory) < table_bytes(shape):
@@ -142,7 +140,7 @@ class Store:
         policy: EvictionPolicy,
         *,
         now_ms: int,
-        fault: Callable[[str], None] = _no_fault,
+        fault: Callable[[str], None] = no_fault,
     ) -> Store:
         """The store over the tables of a daemon that died at any point. Sessions are LOST until they resume.
 
@@ -465,7 +463,7 @@ class Store:
     # ------------------------------------------------------------ storage that is found, administration, reports
 
     def begin_load(self, path: int, slabs: Sequence[LoadSlab], blocks: int) -> Loading:
-        """Puts extents and rows aside for blocks that storage has: see kvstore.loading."""
+        """Puts extents and rows aside for blocks that storage has: see kvstore.tiering.loading."""
         return Loading(self._state, path, slabs, blocks)
 
     def pin(self, *, now_ms: int, namespace: int, hashes: U64, ttl_ms: int) -> int:

@@ -17,15 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kvstore", "tiers", "eviction", "engine_adapter", "bench")
 GENERATED = "kvstore.wire.v1"
 
-# Directly in kvstore/ lie the core and these modules of its shell: two processes with their parts and the fault points.
-SHELL = {
-    "kvstore.faults",
-    "kvstore.keeper",
-    "kvstore.mover",
-    "kvstore.mover_link",
-    "kvstore.mover_queue",
-    "kvstore.mover_slabs",
-}
+# The core: what lies directly in kvstore/, but for these modules of its shell, and these packages.
+SHELL = {"kvstore.faults", "kvstore.keeper"}
+PURE = ("leases", "planning", "tables", "tiering", "trust", "victims")
 # What the core may know of outside: the packed records of the wire, and the contract of its policies.
 BESIDE_CORE = {"kvstore.wire.packed", "eviction.base"}
 # Not Python: compiled from kvstore/native/, absent without a C compiler.
@@ -91,8 +85,9 @@ def tracked() -> tuple[Path, ...]:
 
 @functools.cache
 def core() -> frozenset[str]:
-    top = {name for name in modules() if below(name, "kvstore") and name.count(".") == 1}
-    return frozenset(name for name in top if modules()[name].name != "__init__.py") - SHELL
+    top = {name for name in modules_below("kvstore") if name.count(".") == 1}
+    pure = set(modules_below(*(f"kvstore.{package}" for package in PURE)))
+    return frozenset(name for name in top | pure if modules()[name].name != "__init__.py") - SHELL
 
 
 @pytest.mark.parametrize("name", sorted(core() | BESIDE_CORE))
@@ -108,7 +103,7 @@ def test_the_core_has_an_order() -> None:
     known = core() | BESIDE_CORE
     order = tuple(TopologicalSorter({name: imports(name) & known for name in known}).static_order())
     position = {name: place for place, name in enumerate(order)}
-    vocabulary = ["kvstore.errors", "kvstore.layout", "kvstore.table", "kvstore.store"]
+    vocabulary = ["kvstore.errors", "kvstore.layout", "kvstore.tables.table", "kvstore.store"]
     assert sorted(vocabulary, key=position.__getitem__) == vocabulary
 
 
@@ -133,7 +128,8 @@ def test_kvstore_never_imports_what_stands_on_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", modules_below("engine_adapter"))
 def test_the_adapter_imports_no_process_of_the_service(name: str) -> None:
-    private = ("kvstore.daemon", "kvstore.keeper", "kvstore.mover", "kvstore.store", "bench", "tests")
+    store = ("kvstore.store", *(f"kvstore.{package}" for package in PURE if package != "planning"))
+    private = (*store, "kvstore.daemon", "kvstore.keeper", "kvstore.mover", "bench", "tests")
     wrong = {other for other in imports(name) if any(below(other, package) for package in private)}
     assert not wrong, f"{name} imports {sorted(wrong)}; it is a client"
 

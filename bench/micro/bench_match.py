@@ -7,9 +7,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.tables import FilledStore
-from kvstore.index import Index
 from kvstore.layout import NONE, TableShape, open_columns, table_bytes
 from kvstore.match import match
+from kvstore.tables.index import Index
 
 
 @pytest.mark.parametrize("blocks", [1, 64, 1024, 4096])

@@ -7,7 +7,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from eviction.lru import Lru
-from kvstore.runs import FreeRuns
+from kvstore.tables.runs import FreeRuns
 
 SLOTS = 1_000_000
 

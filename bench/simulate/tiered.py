@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from eviction.base import PolicyFactory, Stop
 from eviction.lru import Lru
-from kvstore.extents import TRAILER_BYTES
-from kvstore.index import Index
 from kvstore.layout import NONE, TableShape, Tier, open_columns, table_bytes
 from kvstore.match import match
 from kvstore.moves import Grant, MoveStatus, Outcome, SealOutcome, Slots, StoreLimits, StoreStats
 from kvstore.store import Store
+from kvstore.tables.extents import TRAILER_BYTES
+from kvstore.tables.index import Index
 from kvstore.wire.packed import COPY, SEAL
 
 __all__ = ["Answer", "Sizes", "TieredStore"]

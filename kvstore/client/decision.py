@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.guard import Use
 from kvstore.layout import Tier
-from kvstore.planner import Way
+from kvstore.planning.guard import Use
+from kvstore.planning.planner import Way
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Decision", "TierChange"]

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import FailedPrecondition, InvalidArgument
-from kvstore.index import Index
 from kvstore.layout import Columns, Tier, open_columns, read_shape
+from kvstore.tables.index import Index
 from tiers.base import DeviceTier
 from tiers.dram import DramTier
 

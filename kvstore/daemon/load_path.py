@@ -16,8 +16,8 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.nvme import FoundPath, SlabTable
 from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError, ResourceExhausted
-from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab, RowCopy
-from kvstore.prebuilt import open_prebuilt
+from kvstore.tables.prebuilt import open_prebuilt
+from kvstore.tiering.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab, RowCopy
 from tiers.nvme.recover import Found
 from tiers.nvme.slab import SlabFile
 

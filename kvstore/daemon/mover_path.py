@@ -3,8 +3,8 @@
 A write counts for the store once its bytes are on the medium (`Durability.POWER`: after the mover's fdatasync), and
 is then entered into the durable index by a group commit in a thread, at most every 20 ms. Reads count at once. A mover
 that dies fails all that it had, after its pidfd has fired; another is started. One that answers nothing for long is
-killed; long before that the store is told that it hangs (`kvstore.paths`), and everything else goes on. A disk that
-fails all that it is given is paused by the store (`kvstore.health`). Owner loop only.
+killed; long before that the store is told that it hangs (`tiering.paths`), and everything else goes on. A disk that
+fails all that it is given is paused by the store (`kvstore.tiering.health`). Owner loop only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.daemon.space import PathSpace
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import FAULT_VARIABLE, fault
 from kvstore.layout import Columns, Tier
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
 from kvstore.moves import MoveKind
 from kvstore.wire import mover as wire
 from tiers.nvme.slab import SlabFile

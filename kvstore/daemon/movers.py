@@ -27,7 +27,7 @@ from kvstore.daemon.space import PathSpace, resized
 from kvstore.daemon.write_down import Flushed, WriteDown
 from kvstore.errors import AlreadyExists, ConfigError, KvstoreError, ResourceExhausted
 from kvstore.layout import Tier
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
 from kvstore.moves import ExtentInfo
 from kvstore.recorder import Event
 from kvstore.wire.v1 import kvstore_pb2 as pb

@@ -280,7 +280,7 @@ def trim(
 ) -> list[SlabFile]:
     """Removes slabs without a block, and those that exceed the capacity; returns the rest, by number.
 
-    As where a path becomes smaller while it is in use (`kvstore.leaving`), those used longest ago go.
+    As where a path becomes smaller while it is in use (`kvstore.victims.leaving`), those used longest ago go.
     """
     kept: list[SlabFile] = []
     room, removed, blocks = wanted.slabs_bytes, 0, 0

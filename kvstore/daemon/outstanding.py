@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.config import NvmeThrottle
 from kvstore.moves import MoveKind
-from kvstore.striping import STRIPE_BYTES, PathLoad
+from kvstore.tiering.striping import STRIPE_BYTES, PathLoad
 from kvstore.units import MIB
 
 __all__ = ["Outstanding", "longest_answer_s"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.nvme import SlabTable
 from kvstore.layout import Columns, Tier
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
 from tiers.nvme.directory import NvmeDirectory
 from tiers.nvme.slab import SlabFile
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
-from kvstore.health import RETRY_MS
 from kvstore.recorder import Event
+from kvstore.tiering.health import RETRY_MS
 
 __all__ = ["PathVoice"]
 

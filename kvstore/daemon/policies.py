@@ -10,9 +10,9 @@ from eviction.reuse_ages import ReuseAges
 from kvstore.config import ServeConfig
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.layout import Tier
-from kvstore.next_turns import CLASSES, NextTurns
-from kvstore.ranking import Rankings
 from kvstore.store import Store
+from kvstore.tiering.next_turns import CLASSES, NextTurns
+from kvstore.victims.ranking import Rankings
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["STORE_ORDER", "begin_policies", "policy_fields", "resize_policies"]

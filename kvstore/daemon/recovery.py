@@ -27,11 +27,11 @@ from kvstore.daemon.session import Session
 from kvstore.daemon.sessions import Member, Sessions, member_names
 from kvstore.daemon.sizes import Sizes
 from kvstore.errors import KvstoreError, ResourceExhausted
-from kvstore.extents import TRAILER_BYTES
 from kvstore.faults import fault
 from kvstore.layout import Columns, TableShape, Tier, open_columns, read_shape, table_bytes
 from kvstore.moves import StoreLimits
 from kvstore.store import Store
+from kvstore.tables.extents import TRAILER_BYTES
 from tiers.memfd import create_memfd
 
 __all__ = [

@@ -1,6 +1,6 @@
 """What a path makes of its mover's answers about slabs: some were gone, some cannot be made. Owner loop only.
 
-What the store does about an extent without a slab is `kvstore.paths`.
+What the store does about an extent without a slab is `kvstore.tiering.paths`.
 """
 
 from __future__ import annotations

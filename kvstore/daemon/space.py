@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvstore.admission import WriteBudget
 from kvstore.config import NvmePath
 from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.errors import Corruption, KvstoreError
+from kvstore.tiering.admission import WriteBudget
 from kvstore.units import format_size
 from tiers.nvme.capacity import (
     SMALL_FILES_BYTES,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from kvstore.daemon.mover_path import MoverPath
 from kvstore.daemon.owner import Owner
 from kvstore.errors import FailedPrecondition
-from kvstore.health import RETRY_MS
 from kvstore.layout import Tier
+from kvstore.tiering.health import RETRY_MS
 
 __all__ = ["Flushed", "WriteDown"]
 

@@ -10,7 +10,7 @@ import pytest
 from engine_adapter.arrival import Arrival
 from engine_adapter.layer_groups import LayerGroups, layer_groups_of
 from kvstore.geometry import Geometry, LayerGroup
-from kvstore.speeds import PrefillSpeed, TierSpeed
+from kvstore.planning.speeds import PrefillSpeed, TierSpeed
 
 BLOCKS, CACHED, NEW = 4096, 131_072, 4096
 DRAM = TierSpeed(start_s=1e-4, byte_s=1 / 55e9)

@@ -16,7 +16,7 @@ from engine_adapter.copier import Copier, TwinCopier
 from engine_adapter.load_choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Session, connect
 from kvstore.config import NvmeThrottle
-from kvstore.planner import Ends
+from kvstore.planning.planner import Ends
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.blocks import block_bytes

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.layout import Tier
-from kvstore.meeting import Meeting, Piece, piece_blocks
-from kvstore.planner import Ends, Plan, Question, Segment, Way, plan_request
-from kvstore.speeds import PrefillSpeed, SpeedMeter, TierSpeed
+from kvstore.planning.meeting import Meeting, Piece, piece_blocks
+from kvstore.planning.planner import Ends, Plan, Question, Segment, Way, plan_request
+from kvstore.planning.speeds import PrefillSpeed, SpeedMeter, TierSpeed
 
 __all__ = ["BLOCK_TOKENS", "Served", "VirtualServer", "Workload"]
 

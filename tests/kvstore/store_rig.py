@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from eviction.lru import Lru
 from kvstore.layout import NONE, TableShape, Tier, table_bytes
-from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveStatus, Outcome, Slots, StoreLimits
-from kvstore.prebuilt import Blocks, Prebuilder, Prebuilt, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
+from kvstore.tables.prebuilt import Blocks, Prebuilder, Prebuilt, open_prebuilt, prebuilt_bytes
+from kvstore.tiering.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.wire.packed import COPY, SEAL
 
 PAGE = 4096

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.index import Index
 from kvstore.layout import (
     NONE,
     Columns,
@@ -20,6 +19,7 @@ from kvstore.layout import (
     write_header,
 )
 from kvstore.match import match, slots_sealed
+from kvstore.tables.index import Index
 
 ROWS = 40
 NAMESPACE = 3

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.ghosts import Ghosts
+from kvstore.leases.waiting import Waits
 from kvstore.moves import MissCause
-from kvstore.runs import FreeRuns
-from kvstore.slots import ClassKey
-from kvstore.waiting import Waits
+from kvstore.tables.runs import FreeRuns
+from kvstore.tables.slots import ClassKey
+from kvstore.victims.ghosts import Ghosts
 
 
 def free_runs(*ranges: tuple[int, int], size: int = 1000) -> FreeRuns:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import kvstore.by_key
+import kvstore.victims.by_key
 from kvstore.errors import InvalidArgument
-from kvstore.health import FAILURES_IN_A_ROW, RETRY_MS
 from kvstore.layout import ExtentState, SlotState, Tier
 from kvstore.moves import FlushLeft, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
+from kvstore.tiering.health import FAILURES_IN_A_ROW, RETRY_MS
 from tests.kvstore.store_rig import PAGE, Rig, chain, copies
 
 HBM, DRAM, MISS, PROMOTING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.MISS, Outcome.PROMOTING
@@ -94,8 +94,8 @@ def test_the_background_keeps_a_reserve() -> None:
 
 
 def test_victims_of_a_large_class_are_old_and_found_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvstore.by_key, "_WINDOW_SLOTS", 16)
-    monkeypatch.setattr(kvstore.by_key, "_SAMPLE_SLOTS", 64)
+    monkeypatch.setattr(kvstore.victims.by_key, "_WINDOW_SLOTS", 16)
+    monkeypatch.setattr(kvstore.victims.by_key, "_SAMPLE_SLOTS", 64)
     rig = Rig(hbm=128, dram=0, nvme=0, limits=StoreLimits(victim_batch=8))
     one = rig.attach()
     for seed in range(16):

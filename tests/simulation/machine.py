@@ -33,8 +33,8 @@ from kvstore.daemon.owner import Owner
 from kvstore.daemon.recovery import Tables
 from kvstore.errors import AlreadyExists, Corruption, NotFound
 from kvstore.layout import TableShape, Tier, open_columns, table_bytes
-from kvstore.mover import Mover
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
+from kvstore.mover.process import Mover
 from kvstore.moves import StoreLimits
 from kvstore.store import Store
 from kvstore.wire import mover as wire
@@ -143,8 +143,8 @@ _CLOCKED = tuple(
         "kvstore.daemon.mover_path",
         "kvstore.daemon.movers",
         "kvstore.daemon.owner",
-        "kvstore.mover",
-        "kvstore.mover_link",
+        "kvstore.mover.process",
+        "kvstore.mover.link",
         "tiers.nvme.io",
     )
 )

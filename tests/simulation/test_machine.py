@@ -12,9 +12,9 @@ import pytest
 from kvstore.daemon import movers as movers_module
 from kvstore.daemon.outstanding import Outstanding
 from kvstore.layout import MOVER_BIT
-from kvstore.mover import Mover
+from kvstore.mover.process import Mover
 from kvstore.moves import MoveStatus
-from kvstore.slots import SlotPool
+from kvstore.tables.slots import SlotPool
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
 from kvstore.wire.v1 import kvstore_pb2 as pb

@@ -16,12 +16,12 @@ import numpy as np
 from eviction.lru import Lru
 from eviction.reuse_ages import ReuseAges
 from kvstore.layout import NONE, SlotState, TableShape, Tier, states, table_bytes
-from kvstore.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, SealOutcome, StoreLimits
-from kvstore.next_turns import CLASSES, NextTurns
-from kvstore.prebuilt import Blocks, Prebuilder, open_prebuilt, prebuilt_bytes
 from kvstore.store import Store
+from kvstore.tables.prebuilt import Blocks, Prebuilder, open_prebuilt, prebuilt_bytes
 from kvstore.tenant import Tenant
+from kvstore.tiering.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
+from kvstore.tiering.next_turns import CLASSES, NextTurns
 from kvstore.wire.packed import COPY, SEAL
 
 PAGE = 4096

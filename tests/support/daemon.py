@@ -136,7 +136,7 @@ class Service:
 
     def mover_pids(self) -> list[int]:
         """The movers of the daemon that answers now."""
-        found = [pid for pid, line in children(self.daemon_pid).items() if "kvstore.mover" in line]
+        found = [pid for pid, line in children(self.daemon_pid).items() if "kvstore.mover.process" in line]
         self.pids |= set(found)
         return found
 

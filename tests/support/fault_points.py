@@ -52,7 +52,7 @@ def _who(place: str) -> str:
         return "daemon"
     if place.startswith(("kvstore/mover", "tiers/")):
         return "mover"
-    return "recovery" if place == "kvstore/recovering.py" else "store"
+    return "recovery" if place == "kvstore/tables/recovering.py" else "store"
 
 
 def _points(path: Path) -> Iterator[str]:

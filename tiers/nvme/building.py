@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.layout import latest_touch_ms
 from kvstore.moves import U32, U64
-from kvstore.prebuilt import Blocks, LoadPlan, Prebuilder
+from kvstore.tables.prebuilt import Blocks, LoadPlan, Prebuilder
 from tiers.nvme.cleared import is_cleared
 from tiers.nvme.index import RECORD, IndexChunk, records_of
 from tiers.nvme.slab import SlabFile

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from kvstore.config import Durability
 from kvstore.errors import ConfigError, Corruption, KvstoreError, Unavailable
-from kvstore.prebuilt import LoadPlan, SlabSlots, prebuilt_bytes
+from kvstore.tables.prebuilt import LoadPlan, SlabSlots, prebuilt_bytes
 from tiers.nvme.building import Pick, Survey, build, chunks_of, extremes, survey
 from tiers.nvme.cleared import read_cleared
 from tiers.nvme.index import (

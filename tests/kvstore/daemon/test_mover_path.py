@@ -19,7 +19,7 @@ from kvstore.config import Durability
 from kvstore.daemon import mover_path as module
 from kvstore.daemon.mover_path import MoverPath
 from kvstore.layout import Tier
-from kvstore.mover_link import MoverLink
+from kvstore.mover.link import MoverLink
 from kvstore.recorder import NoRecorder
 from kvstore.wire.packed import MOVE
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvstore.config import NvmeThrottle
 from kvstore.daemon.outstanding import Outstanding, longest_answer_s
 from kvstore.moves import MoveKind
-from kvstore.striping import PathLoad
+from kvstore.tiering.striping import PathLoad
 from kvstore.units import GIB, KIB, MIB
 from kvstore.wire.packed import MOVE
 

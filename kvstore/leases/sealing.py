@@ -1,0 +1,269 @@
+"""What a step reports: blocks that are complete, copies that have ended, slots that are no longer touched.
+
+Owns the rule that only a verified slot is published: it is the session's, of that generation, still FILLING, and no
+other slot holds the block. Everything here may be said twice with the same result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.layout import NONE, Tier, touch_key
+from kvstore.leases.sessions import Session
+from kvstore.moves import U8, U32, SealOutcome
+from kvstore.recorder import Event
+from kvstore.state import StoreState
+from kvstore.tables.slots import SlotPool
+from kvstore.tables.table import distinct
+
+__all__ = ["Sealing"]
+
+Records = NDArray[np.void]
+
+
+class Sealing:
+    """Applies seals, copies and releases of one session."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+
+    # -- seals
+
+    def seal(self, session: Session, seals: Records, now_ms: int) -> U8:
+        """[n] SealOutcome. Slots are HBM slots, or DRAM slots of a session without owned HBM."""
+        tier = Tier.DRAM if session.device is None else Tier.HBM
+        pool = self._state.pool(tier)
+        slots: U32 = seals["slot"]
+        outcomes = np.full(len(seals), SealOutcome.STALE, dtype=np.uint8)
+        good = self._state.held_slots(pool, slots, seals["generation"], session.holder)
+        if session.namespaces:
+            good &= np.isin(seals["namespace"], np.fromiter(session.namespaces, dtype=np.uint32))
+        else:
+            good &= False
+        kept = good.copy()
+        kept[good] = self._state.uses.may_write(session.use, seals["namespace"][good])
+        at = np.flatnonzero(kept)
+        at, repeated = self._first_of_each_slot(at, slots)
+        if len(at):
+            outcomes[at] = self._seal_distinct(session, tier, seals[at], now_ms)
+        if len(repeated):
+            outcomes[repeated] = self._already_sealed(pool, seals[repeated])
+        if not kept.all():
+            outcomes[good & ~kept] = self._drop(tier, slots[good & ~kept])
+        published = int(np.count_nonzero(outcomes == SealOutcome.PUBLISHED))
+        block = seals["hash"][0].tobytes() if len(seals) else bytes(16)
+        self._state.recorder.note(Event.SEAL, session.id, len(seals), published, block=block)
+        for outcome, name in _SEAL_COUNTER.items():
+            self._state.counters[name] += int(np.count_nonzero(outcomes == outcome))
+        return outcomes
+
+    def _drop(self, tier: Tier, slots: U32) -> U8:
+        """[n] DUPLICATE: blocks that must not be stored stay private, as if they were there already."""
+        state = self._state
+        state.counters["seals_dropped"] += len(slots)
+        if tier is Tier.HBM:  # reserved before that was said: nobody shall wait for them
+            state.unlink_fills(np.unique(slots[state.hbm.filling(slots)]))
+        return np.full(len(slots), SealOutcome.DUPLICATE, dtype=np.uint8)
+
+    def _first_of_each_slot(
+        self, at: NDArray[np.intp], slots: U32
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Positions of the first record of each slot, and those of the others."""
+        first = np.unique(slots[at], return_index=True)[1]
+        if len(first) == len(at):
+            return at, at[:0]
+        is_first = np.zeros(len(at), dtype=np.bool_)
+        is_first[first] = True
+        return at[is_first], at[~is_first]
+
+    def _already_sealed(self, pool: SlotPool, seals: Records) -> U8:
+        """[n] PUBLISHED where the slot holds that very block, STALE where it holds another, DUPLICATE where none."""
+        slots = seals["slot"]
+        rows = pool.row[slots]
+        sealed = pool.sealed(slots)
+        safe = np.where(sealed, rows, 0)
+        columns = self._state.columns
+        same = (columns.hash[safe] == seals["hash"]).all(axis=1) & (
+            columns.namespace[safe] == seals["namespace"]
+        )
+        outcomes = np.full(len(seals), SealOutcome.STALE, dtype=np.uint8)
+        outcomes[sealed & same] = SealOutcome.PUBLISHED
+        outcomes[~sealed] = SealOutcome.DUPLICATE
+        return outcomes
+
+    def _seal_distinct(self, session: Session, tier: Tier, seals: Records, now_ms: int) -> U8:
+        """As `seal`, for records of distinct slots that the session holds under these generations."""
+        pool = self._state.pool(tier)
+        filling = pool.filling(seals["slot"])
+        outcomes = np.full(len(seals), SealOutcome.DUPLICATE, dtype=np.uint8)
+        if not filling.all():
+            outcomes[~filling] = self._already_sealed(pool, seals[~filling])
+        fills = np.flatnonzero(filling)
+        fills = fills[distinct(seals["hash"][fills])]  # of one block under two slots the first counts
+        published = self._publish(session, tier, seals[fills], now_ms)
+        outcomes[fills[published]] = SealOutcome.PUBLISHED
+        return outcomes
+
+    def _publish(self, session: Session, tier: Tier, seals: Records, now_ms: int) -> NDArray[np.bool_]:
+        """Publishes FILLING slots of distinct blocks: [n] which were; the others' blocks are published already."""
+        state = self._state
+        pool = state.pool(tier)
+        slots = seals["slot"]
+        rows = state.table.find(seals["hash"], seals["namespace"])
+        if tier is Tier.HBM:
+            mine = pool.row[slots]
+            other = (mine != NONE) & (mine != rows)
+            if other.any():  # reserved for one block, filled with another
+                state.unlink_fills(slots[other])
+                rows = state.table.find(seals["hash"], seals["namespace"])
+        new = rows == NONE
+        if new.any():
+            rows[new] = self._reserve(seals[new], now_ms)
+        wins = state.table.filling(rows)
+        self._take_over(rows[wins], slots[wins], tier)
+        won = rows[wins]
+        device = 0 if session.device is None else session.device
+        state.fault("seal.begin")
+        state.complete(tier, won, slots[wins], device)
+        state.fault("seal.commit")
+        state.table.publish(won)
+        state.table.touch(won, now_ms)
+        if tier is Tier.DRAM:
+            state.sealed_in_dram.append(won)
+        state.waits.resolved(won)
+        again = self._of_storage_alone(tier, rows, slots)
+        if again.any():
+            self._computed_again(tier, rows[again], slots[again], device, now_ms)
+        return wins | again
+
+    def _of_storage_alone(self, tier: Tier, rows: U32, slots: U32) -> NDArray[np.bool_]:
+        """[n] blocks that are published, that no memory has, and whose slots are nobody else's."""
+        columns, alone = self._state.columns, self._state.table.sealed(rows)
+        if alone.any():
+            known = rows[alone]
+            unseen = (columns.dram[known] == NONE) & (columns.hbm[:, known] == NONE).all(axis=0)
+            alone[alone] = unseen & (self._state.pool(tier).row[slots[alone]] == NONE)
+        return alone
+
+    def _computed_again(self, tier: Tier, rows: U32, slots: U32, device: int, now_ms: int) -> None:
+        """What was computed because storage is slow is found in memory from now on.
+
+        Only where no memory has the block: copies in memory are compared with each other, and what was computed twice
+        may differ in its last bits.
+        """
+        state = self._state
+        state.complete(tier, rows, slots, device)
+        state.table.touch(rows, now_ms)
+        if tier is Tier.DRAM:
+            state.sealed_in_dram.append(rows)
+        state.waits.resolved(rows)
+
+    def _reserve(self, seals: Records, now_ms: int) -> U32:
+        state = self._state
+        rows = state.table.reserve(
+            hashes=seals["hash"],
+            namespaces=seals["namespace"],
+            depths=seals["depth"],
+            parents=np.full(len(seals), NONE, dtype=np.uint32),
+            touches=touch_key(now_ms, seals["depth"]),
+        )
+        below = (seals["depth"] > 0) & (rows != NONE)  # their parents may be among them
+        parents = state.table.find(seals["parent"][below], seals["namespace"][below])
+        state.columns.parent[rows[below]] = parents
+        return rows
+
+    def _take_over(self, rows: U32, slots: U32, tier: Tier) -> None:
+        """Rows that other slots have reserved: those slots become private, this filler was sooner."""
+        state = self._state
+        for device in range(state.columns.shape.devices):
+            column = state.columns.hbm[device]
+            there = column[rows]
+            foreign = there != NONE
+            if tier is Tier.HBM:
+                foreign &= there != slots
+            if foreign.any():
+                column[rows[foreign]] = NONE
+                state.hbm.row[there[foreign]] = NONE
+
+    # -- copies
+
+    def loads(self, session: Session, copies: Records) -> None:
+        """DRAM → HBM copies that have ended: the HBM slot holds the block."""
+        if session.device is None or not len(copies):
+            return
+        state = self._state
+        source, target = self._believed(session, copies, state.dram, state.hbm)
+        rows = state.dram.row[source]
+        mine = state.hbm.row[target]
+        linked = mine == rows
+        # Reserved for another block than it was filled with.
+        state.unlink_fills(target[(mine != NONE) & ~linked])
+        free = ~linked & (state.columns.hbm[session.device, rows] == NONE)
+        free[free] = _firsts(rows[free])
+        publish = linked | free
+        rows, target = rows[publish], target[publish]
+        state.fault("loads.begin")
+        state.complete(Tier.HBM, rows, target, session.device)
+        state.counters["loads"] += len(rows)
+        state.recorder.note(Event.LOADED, session.id, len(rows))
+        state.waits.resolved(rows)
+
+    def stores(self, session: Session, copies: Records) -> None:
+        """HBM → DRAM copies that have ended: the DRAM slot holds the block; it stays held until it is released."""
+        if session.device is None or not len(copies):
+            return
+        state = self._state
+        source, target = self._believed(session, copies, state.hbm, state.dram)
+        rows = state.hbm.row[source]
+        free = state.columns.dram[rows] == NONE
+        free[free] = _firsts(rows[free])
+        rows, target = rows[free], target[free]
+        state.fault("stores.begin")
+        state.complete(Tier.DRAM, rows, target, 0)
+        state.counters["stores"] += len(rows)
+        state.recorder.note(Event.STORED, session.id, len(rows))
+        state.sealed_in_dram.append(rows)
+        state.hbm.note_unheld(source)
+        state.waits.resolved(rows)
+
+    def _believed(
+        self, session: Session, copies: Records, sources: SlotPool, targets: SlotPool
+    ) -> tuple[U32, U32]:
+        """Sources and distinct targets of the copies that can be true: the session holds both slots under these
+        generations, the source is complete, the target is being filled."""
+        source, target = copies["source"], copies["target"]
+        good = self._state.held_slots(sources, source, copies["source_generation"], session.holder)
+        good &= self._state.held_slots(targets, target, copies["target_generation"], session.holder)
+        good &= sources.sealed(np.where(good, source, NONE)) & targets.filling(np.where(good, target, NONE))
+        good[good] = _firsts(target[good])
+        return source[good], target[good]
+
+    # -- releases
+
+    def release(self, session: Session, hbm: U32, dram: U32) -> None:
+        """Slots that the session no longer touches, but for those granted again since (rule B)."""
+        hbm, dram = session.not_granted_since(hbm, dram)
+        for tier, slots in ((Tier.HBM, hbm), (Tier.DRAM, dram)):
+            if not len(slots):
+                continue
+            pool = self._state.pool(tier)
+            slots = slots[slots < len(pool)]
+            slots = slots[(pool.holders[slots] & session.holder) != 0]
+            self._state.let_go(tier, slots, session.holder)
+
+
+_SEAL_COUNTER = {
+    SealOutcome.PUBLISHED: "seals_published",
+    SealOutcome.DUPLICATE: "seals_duplicate",
+    SealOutcome.STALE: "seals_stale",
+}
+
+
+def _firsts(values: U32) -> NDArray[np.bool_]:
+    """[n] the first of each value."""
+    first = np.zeros(len(values), dtype=np.bool_)
+    first[np.unique(values, return_index=True)[1]] = True
+    return first

@@ -1,0 +1,155 @@
+"""The canary: blocks that are served are checksummed again, and taken back where they are not what they were.
+
+Owns the checksum of each block in DRAM, as far as one is known: a mover says it with each block that it reads or
+writes, and for a block that never went through one at its first check. A check is a move of kind VERIFY, which touches
+no disk and holds nothing: its answer counts only where the slot is still under the state word that it had. A write
+whose checksum is another than the known one has read bytes that changed in DRAM, and is not believed either. Found is
+what no other tier's checksum can find: memory that changed under a complete block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.layout import GENERATION_SHIFT, Tier
+from kvstore.moves import U8, U32, U64, MoveKind, MoveStatus
+from kvstore.recorder import Event, Recorder
+from kvstore.state import StoreState
+from kvstore.tiering.flights import Flights
+from kvstore.trust.distrusting import busy_rows, distrust
+
+__all__ = ["Watching", "WrongBlock"]
+
+_CHECKS_AT_ONCE = 8
+_MEMORY = (Tier.HBM, Tier.DRAM)
+_EVERYWHERE = (Tier.HBM, Tier.DRAM, Tier.NVME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongBlock:
+    """A block whose bytes changed."""
+
+    hash: bytes
+    where: str
+    """What a person is told: where it was found, and by what."""
+
+
+class Watching:
+    """Checks of blocks in DRAM, and what is done about wrong ones."""
+
+    __slots__ = ("_checking", "_condemned", "_flights", "_generations", "_state", "_sums", "_wrong")
+
+    def __init__(self, state: StoreState, flights: Flights) -> None:
+        self._state = state
+        self._flights = flights
+        slots = len(state.dram)
+        self._sums: U64 = np.zeros((slots, 2), dtype=np.uint64)
+        self._generations: U64 = np.zeros(
+            slots, dtype=np.uint64
+        )  # under which the sum holds; 0: none is known
+        self._checking = 0
+        self._condemned: dict[tuple[int, int], tuple[Tier, ...]] = {}  # row and its state word → tiers
+        self._wrong: list[WrongBlock] = []
+        state.counters["wrong_blocks"] += 0
+        state.counters["canary_blocks"] += 0
+
+    def record_to(self, recorder: Recorder) -> None:
+        """Has the store's decisions noted there from now on."""
+        self._state.recorder = recorder
+
+    def take_wrong(self) -> list[WrongBlock]:
+        """Wrong blocks that were found since the last call."""
+        wrong, self._wrong = self._wrong, []
+        return wrong
+
+    # -- checks
+
+    def due(self, limit: int) -> U32:
+        """DRAM slots to be checked by the mover that asks, few at a time; they are under way from now on."""
+        count = min(limit, _CHECKS_AT_ONCE - self._checking)
+        if count <= 0:
+            return np.empty(0, dtype=np.uint32)
+        slots = np.unique(np.array(self._state.sample.take(count), dtype=np.uint32))
+        slots = slots[self._state.dram.sealed(slots)]
+        self._checking += len(slots)
+        return slots
+
+    def learn(self, path: int, ids: U64, statuses: U8, checksums: U64) -> U8:
+        """A mover's answers, before they are acted on: the statuses that are to be believed, [n].
+
+        `checksums` is [n, 2] xxh3-128 of the payloads. Ids that are not in flight on this path are passed over.
+        """
+        if not self._state.limits.canary_every:
+            return statuses
+        flights, named = self._flights.look(path, ids)
+        ok = statuses[named] == MoveStatus.OK
+        flights, named = flights[ok], named[ok]
+        slots = flights["dram"]
+        words = self._state.dram.state[slots]
+        same = words == flights["dram_word"]
+        same |= (flights["kind"] == MoveKind.READ) & (
+            words >> GENERATION_SHIFT == flights["dram_word"] >> GENERATION_SHIFT
+        )
+        flights, named, slots, words = flights[same], named[same], slots[same], words[same]
+        sums, generations = checksums[named], (words >> GENERATION_SHIFT) + np.uint64(1)
+        known = (self._generations[slots] == generations) & (flights["kind"] != MoveKind.READ)
+        differs = known & (self._sums[slots] != sums).any(axis=1)
+        new = ~known
+        self._sums[slots[new]], self._generations[slots[new]] = sums[new], generations[new]
+        self._state.counters["canary_blocks"] += int(np.count_nonzero(flights["kind"] == MoveKind.VERIFY))
+        if not differs.any():
+            return statuses
+        self._found(flights[differs])
+        believed = statuses.copy()
+        believed[named[differs & (flights["kind"] == MoveKind.WRITE)]] = MoveStatus.CANCELLED
+        return believed
+
+    def ended(self, checks: int) -> None:
+        """So many checks were answered, or will never be."""
+        self._checking -= checks
+
+    def _found(self, flights: NDArray[np.void]) -> None:
+        """DRAM does not hold any more what it held when these blocks came."""
+        for flight in flights:
+            row, slot = int(flight["row"]), int(flight["dram"])
+            self._generations[slot] = 0
+            block = self._state.columns.hash[row].tobytes()
+            self._state.recorder.note(Event.WRONG, Tier.DRAM, 1, slot, block=block)
+            self._wrong.append(WrongBlock(hash=block, where=f"DRAM slot {slot}: its checksum has changed"))
+        self._state.counters["wrong_blocks"] += len(flights)
+        self._condemn(np.unique(flights["row"]), _MEMORY)
+
+    # -- taking back
+
+    def report(self, namespace: int, hashes: U64, detail: str) -> int:
+        """Somebody who knows better says that these blocks are wrong: they end in every tier. Returns how many."""
+        rows = np.unique(self._state.table.find(hashes, namespace))
+        rows = rows[self._state.table.sealed(rows)]
+        if not len(rows):
+            return 0
+        for row in rows.tolist():
+            block = self._state.columns.hash[row].tobytes()
+            self._state.recorder.note(Event.WRONG, Tier.HBM, 1, block=block)
+            self._wrong.append(WrongBlock(hash=block, where=detail))
+        self._state.counters["wrong_blocks"] += len(rows)
+        self._condemn(rows, _EVERYWHERE)
+        return len(rows)
+
+    def _condemn(self, rows: U32, tiers: tuple[Tier, ...]) -> None:
+        for row in rows.tolist():
+            place = (row, int(self._state.columns.state[row]))
+            self._condemned[place] = max(tiers, self._condemned.get(place, tiers), key=len)
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """Takes condemned blocks back: those that a mover is at work on once it has ended. Cheap without any."""
+        for (row, word), tiers in list(self._condemned.items()):
+            rows = np.array([row], dtype=np.uint32)
+            if int(self._state.columns.state[row]) == word:
+                if busy_rows(self._state, rows)[0]:
+                    continue
+                distrust(self._state, rows, tiers)
+            del self._condemned[row, word]
