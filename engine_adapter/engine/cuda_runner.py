@@ -127,6 +127,7 @@ class CudaRunner:
             for chunk, table in zip(chunks, tables, strict=True)
         ]
         self._buffers.send_tables(staging, list(tables), versions)
+        self._passes.plan_decode(staging.contexts(size))
         replay()
         return self._logits[: len(chunks)]
 
@@ -150,6 +151,7 @@ class CudaRunner:
         if size not in self._graphs:
             chosen = self._buffers.chosen.clone()  # of the step before: the capture's runs write there
             self._buffers.clear_rows()
+            self._passes.plan_decode(np.zeros(size, np.int32))
             self._graphs[size] = self._queue.capture(lambda: self._decode_body(size))
             self._buffers.chosen.copy_(chosen)
         return self._graphs[size]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,6 +54,13 @@ class Passes(Protocol):
         """For any chunks; `batch` may be changed afterwards."""
         ...
 
+    def plan_decode(self, context_lens: NDArray[np.int32]) -> None:
+        """Before a pass of so many rows that `decode` prepared is queued, or replayed: its contexts, as on the device.
+
+        In order with what is queued, and never in a graph. `context_lens` may be changed afterwards.
+        """
+        ...
+
     def decode(self, tensors: DecodeTensors) -> PassAttention:
         """For one row a sequence. Queues kernels that read `tensors`, and may be captured in a graph with the pass."""
         ...
@@ -73,6 +81,9 @@ class TorchPasses:
         """See Passes."""
         positions = torch.from_numpy(batch.positions())
         return _TorchPass(self._model, positions, self._attention.plan(batch))
+
+    def plan_decode(self, context_lens: NDArray[np.int32]) -> None:
+        """See Passes. Nothing depends on it."""
 
     def decode(self, tensors: DecodeTensors) -> PassAttention:
         """See Passes."""

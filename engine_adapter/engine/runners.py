@@ -1,5 +1,6 @@
 """Chooses the runner for a model, its device and its settings. The only place that knows all of them."""
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,13 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine_adapter.engine.attention.flashinfer_limits import flashinfer_lacks
 from engine_adapter.engine.attention.sdpa import SdpaAttention
 from engine_adapter.engine.attention.tiled import TiledAttention
 from engine_adapter.engine.cuda_runner import CudaRunner
 from engine_adapter.engine.loader import LoadedModel
-from engine_adapter.engine.models.fused import FusedLlama, TorchElementwise
+from engine_adapter.engine.models.fused import Elementwise, FusedLlama, TorchElementwise
 from engine_adapter.engine.parallel.group import GroupSums
-from engine_adapter.engine.passes import TorchPasses
+from engine_adapter.engine.passes import Passes, TorchPasses
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runner import FlatRunner, LaunchedStep, Runner, TiledRunner
 from engine_adapter.engine.settings import EngineSettings
@@ -21,6 +23,8 @@ from engine_adapter.engine.streams import CudaQueue, HostQueue
 from kvstore.errors import ConfigError
 
 __all__ = ["make_runner", "make_shard_runner", "max_pages"]
+
+_LOG = logging.getLogger("kvstore.worker")
 
 
 def make_runner(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> Runner:
@@ -61,24 +65,37 @@ def _cuda_runner(
     settings: EngineSettings,
     group: GroupSums | None = None,
 ) -> CudaRunner:
-    # Here, because triton is imported there, which CPU builds of torch come without.
-    from engine_adapter.engine.triton_passes import FlashInferPasses, TritonElementwise, TritonPasses
-
-    make_passes = FlashInferPasses if settings.attention == "flashinfer" else TritonPasses
-    passes = make_passes(
-        loaded.model,
-        pool,
-        max_rows=settings.chunk_tokens + settings.max_running,
-        max_sequences=settings.max_running,
-    )
+    queue = CudaQueue(pool.device)
     return CudaRunner(
-        FusedLlama(loaded.model, TritonElementwise(), None if group is None else group.reduce),
-        passes,
-        CudaQueue(pool.device),
+        FusedLlama(loaded.model, _triton_elementwise(), None if group is None else group.reduce),
+        _cuda_passes(loaded, pool, settings, queue),
+        queue,
         settings,
         max_pages=max_pages(loaded, pool),
         agree=None if group is None else group.agree,
     )
+
+
+def _cuda_passes(loaded: LoadedModel, pool: Tensor, settings: EngineSettings, queue: CudaQueue) -> Passes:
+    # Here, because triton is imported there, which CPU builds of torch come without.
+    from engine_adapter.engine.triton_passes import FlashInferPasses, TritonPasses
+
+    rows, sequences = settings.chunk_tokens + settings.max_running, settings.max_running
+    if settings.attention == "flashinfer":
+        lack = flashinfer_lacks(pool)
+        if not lack:
+            pages = max_pages(loaded, pool)
+            return FlashInferPasses(
+                loaded.model, pool, queue, max_rows=rows, max_sequences=sequences, max_pages=pages
+            )
+        _LOG.warning("worker.attention: not flashinfer but triton: %s", lack)
+    return TritonPasses(loaded.model, pool, max_rows=rows, max_sequences=sequences)
+
+
+def _triton_elementwise() -> Elementwise:
+    from engine_adapter.engine.triton_passes import TritonElementwise
+
+    return TritonElementwise()
 
 
 def _deterministic_cuda_runner(loaded: LoadedModel, pool: Tensor, _settings: EngineSettings) -> Runner:

@@ -12,8 +12,9 @@ class EngineSettings:
     """`deterministic` makes a token's logits bitwise equal cold, behind any cached prefix and in any company.
 
     `device` is `cpu` or `cuda:N` (`engine.device` resolves `auto`), `device_name` what a GPU is called. `attention`
-    says who computes it on a GPU: `triton`, our own kernels, or `flashinfer` for all but graphs of decode. `overlap` is
-    how many steps stay in flight while the next one is scheduled: 1 on a GPU, 0 where a launched step has ended.
+    says who computes it on a GPU: `triton`, our own kernels, or `flashinfer`, where it has some for the model's shape.
+    `overlap` is how many steps stay in flight while the next one is scheduled: 1 on a GPU, 0 where a launched step has
+    ended.
     `tensor_parallel`: devices that share the model, from `device` on.
     `chunk_tokens` is a step's token budget beside decoding requests. `max_tokens` bounds a request's tokens, prompt and
     answer; None is the model's own context. `threads` is torch's, for the whole process; None leaves it alone

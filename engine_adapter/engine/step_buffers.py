@@ -14,6 +14,7 @@ from engine_adapter.engine.streams import Event, Queue
 __all__ = ["Staging", "StepBuffers"]
 
 _COLUMNS = 5  # token, source, context, sequence, position
+_CONTEXTS = 2
 
 
 class Staging:
@@ -25,6 +26,11 @@ class Staging:
         self.table_rows = queue.staging(max_rows)
         self.chosen = queue.staging(max_rows)
         self.event: Event | None = None
+
+    def contexts(self, size: int) -> NDArray[np.int32]:
+        """Those of the first `size` rows, shared."""
+        contexts: NDArray[np.int32] = self.rows[_CONTEXTS, :size].numpy()
+        return contexts
 
     def wait(self) -> None:
         """Returns when the step that used it last has ended."""

@@ -1,6 +1,10 @@
 """Attention and elementwise kernels of a forward pass on a GPU, by our own Triton kernels: `passes` and `fused`."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
@@ -18,6 +22,7 @@ from engine_adapter.engine.kernels.norm import add_rms_norm, rms_norm
 from engine_adapter.engine.models.fused import PassAttention
 from engine_adapter.engine.models.llama import Llama
 from engine_adapter.engine.passes import DecodeTensors
+from engine_adapter.engine.streams import Queue
 from engine_adapter.engine.weights import LayerWeights
 
 __all__ = ["FlashInferPasses", "TritonElementwise", "TritonPasses"]
@@ -56,6 +61,9 @@ class TritonPasses:
         """See Passes."""
         return _MixedPass(self._model, self._attention.plan(batch))
 
+    def plan_decode(self, context_lens: NDArray[np.int32]) -> None:
+        """See Passes. The work is cut on the device."""
+
     def decode(self, tensors: DecodeTensors) -> PassAttention:
         """See Passes."""
         size = len(tensors.seq_of_row)
@@ -63,7 +71,13 @@ class TritonPasses:
             self._decode_plans[size] = decode_plan(self._pool, self._model.config.num_heads, size)
         plan = self._decode_plans[size]
         plan.update(tensors.rows, tensors.context_lens)
-        return _DecodePass(self._model, self._layers, tensors, plan)
+
+        def attention(layer: int, query: Tensor) -> Tensor:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            decode(query, self._layers[layer], tensors.block_tables, out, plan)
+            return out
+
+        return _DecodePass(self._model, self._layers, tensors, attention)
 
     def rehearsal(self, num_rows: int) -> PassAttention:
         """See Passes."""
@@ -71,16 +85,27 @@ class TritonPasses:
 
 
 class FlashInferPasses(TritonPasses):
-    """Mixed passes by FlashInfer; decode over static tensors, which is captured in graphs, by our own kernels."""
+    """Attention by FlashInfer, with a plan on the host before each pass; the rest by our own kernels."""
 
-    def __init__(self, model: Llama, pool: Tensor, *, max_rows: int, max_sequences: int) -> None:
-        """As TritonPasses. ConfigError also where FlashInfer is not installed."""
+    def __init__(
+        self, model: Llama, pool: Tensor, queue: Queue, *, max_rows: int, max_sequences: int, max_pages: int
+    ) -> None:
+        """As TritonPasses, for block tables of `max_pages`. ConfigError also where FlashInfer is not installed."""
         super().__init__(model, pool, max_rows=max_rows, max_sequences=max_sequences)
-        self._flashinfer = FlashInferAttention(pool, model.config.num_heads)
+        self._flashinfer = FlashInferAttention(pool, model.config.num_heads, max_sequences=max_sequences)
+        self._in_graphs = self._flashinfer.in_graphs(queue, max_pages)
 
     def mixed(self, batch: AttentionBatch) -> PassAttention:
         """See Passes."""
         return _MixedPass(self._model, self._flashinfer.plan(batch))
+
+    def plan_decode(self, context_lens: NDArray[np.int32]) -> None:
+        """See Passes."""
+        self._in_graphs.plan(context_lens)
+
+    def decode(self, tensors: DecodeTensors) -> PassAttention:
+        """See Passes."""
+        return _DecodePass(self._model, self._layers, tensors, self._in_graphs.attention(tensors))
 
     def rehearsal(self, num_rows: int) -> PassAttention:
         """See Passes. Compiles FlashInfer's kernels too, which takes up to minutes the first time."""
@@ -109,21 +134,29 @@ class _MixedPass:
 
 
 class _DecodePass:
-    def __init__(self, model: Llama, layers: list[Tensor], tensors: DecodeTensors, plan: WorkPlan) -> None:
+    """`attention` mixes for a layer and rotated queries."""
+
+    def __init__(
+        self,
+        model: Llama,
+        layers: list[Tensor],
+        tensors: DecodeTensors,
+        attention: Callable[[int, Tensor], Tensor],
+    ) -> None:
         self._rope, self._eps = model.rope, model.config.rms_norm_eps
         self._layers = layers
         self._tensors = tensors
-        self._plan = plan
+        self._attention = attention
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weights: LayerWeights) -> Tensor:
-        t, pool = self._tensors, self._layers[layer]
+        t = self._tensors
         rope_and_write(
             query,
             key,
             value,
             self._rope.cos,
             self._rope.sin,
-            pool,
+            self._layers[layer],
             t.block_tables,
             t.seq_of_row,
             t.positions,
@@ -131,6 +164,4 @@ class _DecodePass:
             key_norm=weights.k_norm,
             norm_eps=self._eps,
         )
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decode(query, pool, t.block_tables, out, self._plan)
-        return out
+        return self._attention(layer, query)

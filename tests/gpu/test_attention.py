@@ -210,21 +210,6 @@ def test_one_chunk_of_the_8b_shape(count: int, context: int) -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32])
-def test_flashinfer(block_tokens: int) -> None:
-    """The optional backend: a mixed batch with padding rows, decodes alone, and chunks alone."""
-    pytest.importorskip("flashinfer", reason="flashinfer is not installed")
-    from engine_adapter.engine.attention.flashinfer_paged import FlashInferAttention
-
-    for contexts, rows, num_rows in (
-        ([300, 1, 1025, 64, 2000], [(0, 200), (200, 201), (205, 206), (206, 270), (280, 283)], 300),
-        ([300, 1, 1025, 64, 2000], [(i, i + 1) for i in range(5)], 5),
-        ([8192, 500], [(0, 2048), (2048, 2148)], 2148),
-    ):
-        paged = make_paged(contexts, kv_heads=8, head_dim=128, block_tokens=block_tokens, dtype=BF16, seed=10)
-        check_step(paged, rows, num_rows, heads=32, seed=11, backend=FlashInferAttention(paged.pool, 32))
-
-
-@pytest.mark.parametrize("block_tokens", [16, 32])
 def test_deterministic_attention_has_the_same_bits_in_any_company(block_tokens: int) -> None:
     """A row alone, as a decode, in a piece of its tile and in its whole tile, among others or not."""
     contexts = [1000, 640, 77]

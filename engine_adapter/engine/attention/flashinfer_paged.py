@@ -2,8 +2,9 @@
 
 Reads the block-major pool where it lies: FlashInfer takes keys and values as two strided tensors `[page, kv_head,
 token, head_dim]` (its layout HND) and computes offsets in 64 bits. Decodes alone go to its decode wrapper, everything
-else to its prefill wrapper, which is FlashAttention-3 on Hopper. Its plans are made on the host, pass by pass, so this
-backend is not captured in a graph. It compiles its kernels at first use (nvcc and ninja, up to two minutes).
+else to its prefill wrapper, which is FlashAttention-3 on Hopper. Plans are made on the host, pass by pass, for batches
+of any shape; decode in graphs is `flashinfer_decode`. It compiles its kernels at first use (nvcc and ninja, up to two
+minutes).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,20 @@ from torch import Tensor
 
 from engine_adapter.engine.attention.base import AttentionBatch
 from engine_adapter.engine.attention.device_batch import DeviceBatch, to_device
+from engine_adapter.engine.attention.flashinfer_decode import (
+    FlashInferDecode,
+    page_starts,
+    tensor_cores,
+    workspace_bytes,
+)
 from engine_adapter.engine.attention.paged_writer import PagedWriter
+from engine_adapter.engine.streams import Queue
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["FlashInferAttention", "FlashInferStep"]
-
-_WORKSPACE_BYTES = 256 << 20
-# From so many query heads a KV head on, a decode through tensor cores is the faster one.
-_TENSOR_CORE_GROUP = 4
 
 
 def _flashinfer() -> "ModuleType":
@@ -41,20 +45,41 @@ def _flashinfer() -> "ModuleType":
 class FlashInferAttention:
     """Backend over a pool `[page, layer, K|V, kv_head, token, head_dim]` on a GPU."""
 
-    def __init__(self, pool: Tensor, num_heads: int) -> None:
-        """ConfigError where FlashInfer is missing or the pool is not on a GPU."""
+    def __init__(self, pool: Tensor, num_heads: int, *, max_sequences: int = 1) -> None:
+        """For graphs of up to `max_sequences` rows. ConfigError without FlashInfer, or a pool on a GPU."""
         library = _flashinfer()
         if not pool.is_cuda:
             raise ConfigError("attention backend flashinfer needs a CUDA device")
+        self._library = library
         self._pool = pool
         self._num_heads = num_heads
-        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        group = num_heads // pool.shape[3]
-        self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "HND", use_tensor_cores=group >= _TENSOR_CORE_GROUP
+        self._max_sequences = max_sequences
+        kv_heads, head_dim = pool.shape[3], pool.shape[5]
+        nbytes = workspace_bytes(
+            num_heads,
+            kv_heads,
+            head_dim,
+            max_sequences=max_sequences,
+            multiprocessors=torch.cuda.get_device_properties(pool.device).multi_processor_count,
         )
-        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=pool.device)
+        self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=tensor_cores(num_heads, kv_heads)
+        )
+        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def in_graphs(self, queue: Queue, max_pages: int) -> FlashInferDecode:
+        """Decode over static tensors with block tables of `max_pages`, on the same queue as the passes planned here."""
+        return FlashInferDecode(
+            self._library,
+            self._pool,
+            self._num_heads,
+            self._workspace,
+            queue,
+            max_sequences=self._max_sequences,
+            max_pages=max_pages,
+        )
 
     def compile(self) -> None:
         """Build both kernels, which their first plan does, by planning without running: no page is touched."""
@@ -76,7 +101,7 @@ class FlashInferAttention:
         num_pages = -(-batch.context_lens // block_tokens)
         pages = [table[:count] for table, count in zip(batch.block_tables, num_pages.tolist(), strict=True)]
         paged = (
-            _starts(num_pages),
+            page_starts(num_pages),
             torch.from_numpy(np.concatenate(pages)),
             torch.from_numpy(batch.context_lens - (num_pages - 1) * block_tokens),
         )
@@ -86,7 +111,7 @@ class FlashInferAttention:
         if wrapper is self._decode:
             wrapper.plan(*paged, *sizes, **types)
         else:
-            wrapper.plan(_starts(counts), *paged, *sizes, causal=True, **types)
+            wrapper.plan(page_starts(counts), *paged, *sizes, causal=True, **types)
         self._planned.record()
         return FlashInferStep(self._pool, to_device(batch, self._pool.device), wrapper, _owned_rows(batch))
 
@@ -108,11 +133,6 @@ class FlashInferStep(PagedWriter):
         if self._rows is None:
             return out
         return torch.zeros_like(query, memory_format=torch.contiguous_format).index_copy_(0, self._rows, out)
-
-
-def _starts(counts: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
-    """`[0, c0, c0 + c1, ...]` int32, on the host."""
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
 
 
 def _owned_rows(batch: AttentionBatch) -> Tensor | None:
