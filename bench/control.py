@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from bench.blocks import ANSWER_S, parts
 from bench.prompts import random_prompt
 from bench.timing import median, sample_ms
-from engine_adapter.adapter import KvstoreBlockManager
+from engine_adapter.blocks.manager import KvstoreBlockManager
+from engine_adapter.blocks.opening import open_block_manager
 from engine_adapter.engine.config import ModelConfig, RopeConfig
 from engine_adapter.engine.settings import EngineSettings
-from engine_adapter.opening import open_block_manager
 from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.hash_chain import IS_COMPILED, hash_chain, hash_chain_in_python

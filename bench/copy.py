@@ -23,8 +23,8 @@ from bench.copy_places import PATTERNS, Places, placed
 from bench.copy_sides import HOST_NAME, CopyBed, open_bed
 from bench.report import Figure
 from bench.timing import median
-from engine_adapter.copier import Copier, CopyBatch, Direction
-from engine_adapter.cuda_driver import cuda_devices
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction
+from engine_adapter.copying.cuda_driver import cuda_devices
 from kvstore.errors import DeadlineExceeded, KvstoreError
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copier import Direction
+from engine_adapter.copying.copier import Direction
 
 __all__ = ["PATTERNS", "Places", "placed"]
 

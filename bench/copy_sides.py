@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 
 from bench.copy_places import Places
-from engine_adapter.copier import Copier, Direction, TwinCopier
-from engine_adapter.copy_portions import CopyLimits
-from engine_adapter.copy_routes import DEFAULT_ROUTES, Route
-from engine_adapter.cuda_copier import CudaCopier
-from engine_adapter.cuda_driver import CudaDriver, cuda_devices
+from engine_adapter.copying.copier import Copier, Direction, TwinCopier
+from engine_adapter.copying.cuda_copier import CudaCopier
+from engine_adapter.copying.cuda_driver import CudaDriver, cuda_devices
+from engine_adapter.copying.portions import CopyLimits
+from engine_adapter.copying.routes import DEFAULT_ROUTES, Route
 from kvstore.errors import ConfigError
 from tiers.dram import DramTier
 

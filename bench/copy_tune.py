@@ -1,8 +1,8 @@
 """`kvstore bench copy --tune`: the rate of every candidate for the routes of small blocks, as a share of a raw copy.
 
-What it prints decides `engine_adapter/copy_routes.py` and the limits of `engine_adapter/cuda_copier.py`. A kernel that
-this device cannot run is said in the log, and its lane goes by the copy engines. Patterns are those of `bench copy`:
-`pages` lie together on the host alone, which is what a staged lane is for.
+What it prints decides `engine_adapter/copying/routes.py` and the limits of `engine_adapter/copying/cuda_copier.py`. A
+kernel that this device cannot run is said in the log, and its lane goes by the copy engines. Patterns are those of
+`bench copy`: `pages` lie together on the host alone, which is what a staged lane is for.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bench.copy import WAYS, race, transfer
 from bench.copy_places import Places, placed
 from bench.copy_sides import CopyBed, open_bed
 from bench.timing import median
-from engine_adapter.copier import Copier, Direction
-from engine_adapter.copy_kernel import KernelKind, KernelShape
-from engine_adapter.copy_portions import CopyLimits
-from engine_adapter.copy_routes import DEFAULT_ROUTES, Lane, Route
-from engine_adapter.cuda_driver import SourceOrder
+from engine_adapter.copying.copier import Copier, Direction
+from engine_adapter.copying.cuda_driver import SourceOrder
+from engine_adapter.copying.kernel import KernelKind, KernelShape
+from engine_adapter.copying.portions import CopyLimits
+from engine_adapter.copying.routes import DEFAULT_ROUTES, Lane, Route
 
 __all__ = ["FULL", "LIMITS", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]
 

@@ -23,7 +23,7 @@ from bench.prompts import random_prompt
 from bench.report import Figure
 from bench.shapes import EnginePlan, default_model, open_bench_engine
 from bench.timing import median
-from engine_adapter.copier import Copier, Direction
+from engine_adapter.copying.copier import Copier, Direction
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import ConfigError, KvstoreError
 

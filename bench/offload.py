@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bench.copy_places import placed
 from bench.copy_sides import CopyBed
-from engine_adapter.copier import Copier, CopyBatch, Direction
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from kvstore.errors import DeadlineExceeded
 
 __all__ = ["Offload", "SealedOffload", "Stores"]

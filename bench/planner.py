@@ -20,7 +20,7 @@ from bench.choices import ChoicePlan, Household, household
 from bench.report import Figure
 from bench.timing import median, percentile
 from engine_adapter.engine.device import resolve_device
-from engine_adapter.load_choice import LoadMode
+from engine_adapter.loading.choice import LoadMode
 
 __all__ = ["CPU", "CPU_SHORT", "CUDA", "PlannerResult", "PlannerRow", "figures", "measure", "plan_for"]
 

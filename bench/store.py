@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from bench.blocks import LARGE
 from bench.storage import MoverSide, PlainFile
 from bench.timing import median
-from engine_adapter.copier import CopyBatch, Direction, TwinCopier
+from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
 from kvstore.errors import DeadlineExceeded
 from kvstore.moves import MoveKind
 from tiers.dram import DramTier

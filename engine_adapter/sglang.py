@@ -30,8 +30,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from engine_adapter.external.link import LinkPlan, StoreLink
 from engine_adapter.external.page_store import Copy, PageStore, Patience, Run
-from engine_adapter.sglang_facts import facts_of
-from engine_adapter.sglang_identity import HiCacheFacts, HiCacheOptions, namespace_parts, options_of
+from engine_adapter.sglang_connector.facts import facts_of
+from engine_adapter.sglang_connector.identity import HiCacheFacts, HiCacheOptions, namespace_parts, options_of
 from kvstore.client import connect
 from kvstore.errors import Unimplemented
 from kvstore.geometry import opaque_geometry

@@ -19,7 +19,7 @@ from bench.simulate.clock import Channel, Clock
 from bench.simulate.hardware import Model
 from bench.simulate.tiered import Sizes, TieredStore
 from bench.simulate.trace import Trace
-from engine_adapter.pace import Pace
+from engine_adapter.loading.pace import Pace
 from eviction.base import PolicyFactory, Stop
 from kvstore.layout import Tier
 from kvstore.moves import Grant, MoveKind, Outcome

@@ -19,9 +19,9 @@ from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import ModelSource, find_model, find_shape
 from engine_adapter.fingerprint import model_geometry, namespace_parts
-from engine_adapter.group_watch import end_process, watched
-from engine_adapter.layer_groups import LayerGroups, layer_groups_of
-from engine_adapter.load_settings import choice_settings
+from engine_adapter.group.watch import end_process, watched
+from engine_adapter.loading.layer_groups import LayerGroups, layer_groups_of
+from engine_adapter.loading.settings import choice_settings
 from kvstore.config import Config, WorkerConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.geometry import Geometry
@@ -207,11 +207,11 @@ def _over_the_store(
     tell: Callable[[str], None],
 ) -> Iterator[Engine]:
     """The members map their HBM before anybody loads weights, and copy until the session has ended."""
+    from engine_adapter.blocks.opening import open_block_manager
     from engine_adapter.engine.engine import Engine
     from engine_adapter.engine.parallel.opening import start_parallel
-    from engine_adapter.group import MemberGroup
-    from engine_adapter.opening import open_block_manager
-    from engine_adapter.store_member import StoreMember
+    from engine_adapter.group.members import MemberGroup
+    from engine_adapter.group.starting import StoreMember
 
     worker = options.worker
     geometry = store_geometry(source, worker)
@@ -316,7 +316,7 @@ def _block_manager(
         )
         yield _Pending(result=lambda: plain)
         return
-    from engine_adapter.opening import StorePlan, begin_block_manager
+    from engine_adapter.blocks.opening import StorePlan, begin_block_manager
 
     plan = StorePlan(
         socket=options.store,

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine_adapter.jsonl import MAX_LINE_BYTES, GenerateRequest, Result, decode_event, encode_request
+from engine_adapter.serving.jsonl import MAX_LINE_BYTES, GenerateRequest, Result, decode_event, encode_request
 from kvstore.errors import DeadlineExceeded, Unavailable
 
 __all__ = ["WorkerConnection"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine_adapter.cli.connection import WorkerConnection
 from engine_adapter.cli.processes import Child, Household
-from engine_adapter.jsonl import GenerateRequest, Message, Result
+from engine_adapter.serving.jsonl import GenerateRequest, Message, Result
 from kvstore.client import Client, connect
 from kvstore.errors import ConfigError, DeadlineExceeded, KvstoreError, Unavailable
 from kvstore.units import format_size, write_size

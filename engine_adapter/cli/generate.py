@@ -24,7 +24,7 @@ from engine_adapter.cli.options import (
     ModelOption,
     TenantOption,
 )
-from engine_adapter.jsonl import GenerateRequest, Message, Result
+from engine_adapter.serving.jsonl import GenerateRequest, Message, Result
 from kvstore.cli.settings import load_settings
 from kvstore.config import Config
 from kvstore.errors import InvalidArgument, Unavailable
@@ -163,7 +163,7 @@ def _in_process(options: EngineOptions, request: GenerateRequest) -> Iterator[st
     """The same events as a worker's, from an engine in this process."""
     share_the_cpu()
     with open_engine(options, tell=lambda _: None) as engine:
-        from engine_adapter.requests import Answer, sampling_params, tokenize
+        from engine_adapter.serving.requests import Answer, sampling_params, tokenize
 
         accepted_at = time.perf_counter()
         tokens = tokenize(request, engine.loaded.tokenizer)

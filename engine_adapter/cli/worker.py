@@ -1,6 +1,6 @@
 """Run the bundled engine as a worker process.
 
-Prints one line when it is ready. Requests come as JSON lines over a unix socket (`engine_adapter.jsonl`).
+Prints one line when it is ready. Requests come as JSON lines over a unix socket (`engine_adapter.serving.jsonl`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine_adapter.cli.options import (
     TenantOption,
     TensorParallelOption,
 )
-from engine_adapter.listening import listening, make_own_folder
+from engine_adapter.serving.listening import listening, make_own_folder
 from kvstore.cli.settings import load_settings
 from kvstore.units import format_duration
 
@@ -93,7 +93,7 @@ def worker(
         make_own_folder(path.parent)
     # The socket first: what is wrong with it shows at once, and who connects early waits.
     with listening(path) as listener, open_engine(options, tell=_log.info) as engine:
-        from engine_adapter.worker import WorkerLimits, serve
+        from engine_adapter.serving.worker import WorkerLimits, serve
 
         def ready() -> None:
             print(_ready_line(config.worker.model, path, time.perf_counter() - started, as_json), flush=True)

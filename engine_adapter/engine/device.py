@@ -7,7 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from engine_adapter.cuda_driver import cuda_devices
+from engine_adapter.copying.cuda_driver import cuda_devices
 from kvstore.errors import ConfigError
 
 __all__ = ["compute_dtype", "device_index", "device_name", "resolve_device"]

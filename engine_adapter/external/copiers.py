@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_adapter.copier import Copier, TwinCopier
+from engine_adapter.copying.copier import Copier, TwinCopier
 from kvstore.client import DramListener
 from kvstore.errors import FailedPrecondition
 
@@ -21,7 +21,7 @@ def piece_copier(kind: str, index: int) -> tuple[Copier, DramListener | None]:
         return TwinCopier(max_blocks=_MAX_PIECES), None
     if kind != "cuda":
         raise FailedPrecondition(f"KV on a device of the kind {kind} cannot be copied")
-    from engine_adapter.cuda_copier import CopyLimits, CudaCopier
+    from engine_adapter.copying.cuda_copier import CopyLimits, CudaCopier
 
     copier = CudaCopier(index, limits=CopyLimits(max_blocks=_MAX_PIECES))
     copier.computing(1)  # nobody tells when such an engine computes: as if it always did

@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.block_convert import BlockCopy, copy_to_slot, host_copy
-from engine_adapter.block_layout import Axis, BlockLayout, BlockShape, packed, plan, strided
-from engine_adapter.copier import Copier, CopyBatch, Direction
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from engine_adapter.external.pages import Copies, SharedLayer
+from engine_adapter.layouts.block_layout import Axis, BlockLayout, BlockShape, packed, plan, strided
+from engine_adapter.layouts.convert import BlockCopy, copy_to_slot, host_copy
 from kvstore.errors import InvalidArgument
 
 __all__ = ["AddressMap", "BlockMover", "PieceMover", "SharedBlocks", "StepEvent", "Ticket"]

@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from engine_adapter.group_link import Failed, Join, Mapped, receive, send
+from engine_adapter.group.link import Failed, Join, Mapped, receive, send
 from kvstore.errors import KvstoreError, PermissionDenied, Unavailable
 
 __all__ = ["RankGroup", "RankListener", "check_uid"]

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copier import Direction
+from engine_adapter.copying.copier import Direction
 from engine_adapter.external.jobs import CopyJob, StepPlan, StepReport
 from engine_adapter.external.moving import BlockMover, StepEvent, Ticket
 from kvstore.errors import KvstoreError

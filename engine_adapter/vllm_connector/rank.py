@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from engine_adapter.copier import TwinCopier
+from engine_adapter.copying.copier import TwinCopier
 from engine_adapter.external.copiers import piece_copier
 from engine_adapter.external.jobs import StepPlan, StepReport
 from engine_adapter.external.moving import BlockMover, PieceMover, SharedBlocks, StepEvent

@@ -10,10 +10,10 @@ from rich.console import Console
 from bench import copy_sides
 from bench.copy import CopyPlan, bound, figures, measure
 from bench.copy_tune import LIMITS, TunePlan, candidates, table, tune
-from engine_adapter import cuda_copier
-from engine_adapter.copier import CopyBatch, Direction
+from engine_adapter.copying import cuda_copier
+from engine_adapter.copying.copier import CopyBatch, Direction
 from kvstore.errors import ConfigError, KvstoreError
-from tests.engine_adapter.copier_rigs import FakeDriver
+from tests.engine_adapter.copying.copier_rigs import FakeDriver
 
 KIB = 1024
 TINY = CopyPlan(block_bytes=(16 * KIB, 256 * KIB), nbytes=4096 * KIB, rounds=2)

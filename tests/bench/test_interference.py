@@ -12,7 +12,7 @@ from bench import copy_sides
 from bench.copy_sides import open_bed
 from bench.interference import CPU, Rate, figures, measure
 from bench.offload import Offload, SealedOffload
-from engine_adapter.copier import Direction
+from engine_adapter.copying.copier import Direction
 from kvstore.errors import ConfigError
 
 KIB = 1024

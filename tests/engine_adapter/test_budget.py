@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_adapter.blocks.opening import open_block_manager
 from engine_adapter.budget import device_spec, hbm_bytes
-from engine_adapter.opening import open_block_manager
 from kvstore.client import connect
 from kvstore.config import HbmBudget
 from kvstore.errors import ConfigError

@@ -1,6 +1,6 @@
 """The CUDA copier on a device: bytes of every size and route, order after events, neighbours across extents, ends.
 
-The contract that it shares with the twin is in tests/engine_adapter/test_copier.py, under the marker `gpu` too.
+The contract that it shares with the twin is in tests/engine_adapter/copying/test_copier.py, under the marker `gpu` too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pytest
 from numpy.typing import NDArray
 
 from bench.copy_tune import candidates
-from engine_adapter.copier import CopyBatch, Direction
-from engine_adapter.copy_portions import CopyLimits
-from engine_adapter.cuda_driver import CudaDriver, cuda_devices
+from engine_adapter.copying.copier import CopyBatch, Direction
+from engine_adapter.copying.cuda_driver import CudaDriver, cuda_devices
+from engine_adapter.copying.portions import CopyLimits
 from kvstore.errors import FailedPrecondition, ResourceExhausted
 from kvstore.faults import FAULT_VARIABLE
-from tests.engine_adapter.copier_rigs import Blocks, GpuRig, batch_of, gpu_rig
+from tests.engine_adapter.copying.copier_rigs import Blocks, GpuRig, batch_of, gpu_rig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_devices(), reason="no CUDA device")]
 
@@ -243,9 +243,9 @@ def test_a_run_across_two_extents_of_one_range(rig: GpuRig) -> None:
 
 VICTIM = """
 import numpy as np, sys, threading
-from engine_adapter.copier import Direction
-from tests.engine_adapter.copier_rigs import batch_of, gpu_rig
-from engine_adapter.copy_portions import CopyLimits
+from engine_adapter.copying.copier import Direction
+from tests.engine_adapter.copying.copier_rigs import batch_of, gpu_rig
+from engine_adapter.copying.portions import CopyLimits
 with gpu_rig(limits=CopyLimits()) as rig:
     source = rig.device(np.ones((64, 4 << 20), dtype=np.uint8))
     target = rig.host(np.zeros((64, 4 << 20), dtype=np.uint8))

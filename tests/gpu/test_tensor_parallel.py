@@ -9,13 +9,13 @@ if torch.cuda.device_count() < 2:
     pytest.skip("needs two CUDA devices", allow_module_level=True)
 
 from kvstore.errors import KvstoreError  # noqa: E402
-from tests.engine_adapter.test_launch_kills import service, short_folder  # noqa: E402
-from tests.engine_adapter.test_tensor_parallel import (  # noqa: E402
+from tests.engine_adapter.group.test_tensor_parallel import (  # noqa: E402
     CACHED,
     WAIT_S,
     shards_outlive_their_processes,
     worker,
 )
+from tests.engine_adapter.serving.test_launch_kills import service, short_folder  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -8,10 +8,10 @@ pytest.importorskip("lmdb", reason="the service's disk index needs it, whether o
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine_adapter.copier import CopyBatch  # noqa: E402
-from engine_adapter.cuda_copier import CudaCopier  # noqa: E402
-from tests.engine_adapter.overlapped_loads import LARGE, behind_a_load, cold  # noqa: E402
-from tests.engine_adapter.test_launch_kills import (  # noqa: E402
+from engine_adapter.copying.copier import CopyBatch  # noqa: E402
+from engine_adapter.copying.cuda_copier import CudaCopier  # noqa: E402
+from tests.engine_adapter.loading.overlapped_loads import LARGE, behind_a_load, cold  # noqa: E402
+from tests.engine_adapter.serving.test_launch_kills import (  # noqa: E402
     CHUNK,
     PROMPT,
     ask,

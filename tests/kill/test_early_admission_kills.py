@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_adapter.test_early_admission import CACHED, GROUPS, B, admitted_early, loading, prompt
+from tests.engine_adapter.blocks.test_early_admission import (
+    CACHED,
+    GROUPS,
+    B,
+    admitted_early,
+    loading,
+    prompt,
+)
 from tests.support.daemon import small_config, started, wait_for
 
 pytestmark = pytest.mark.kill

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.cli.connection import WorkerConnection
-from engine_adapter.jsonl import GenerateRequest, Result
+from engine_adapter.serving.jsonl import GenerateRequest, Result
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.units import MIB
 from tests.engine_adapter.engine import tiny

@@ -16,7 +16,7 @@ import sglang.srt.runtime_context
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.server_args import ServerArgs
 
-from engine_adapter.sglang_identity import namespace_parts
+from engine_adapter.sglang_connector.identity import namespace_parts
 from kvstore.identity import namespace_digest
 from tests.sglang.rank import Rank, mha_pool
 from tests.support.daemon import Service
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, **settings: object) -> object:
-    from engine_adapter.sglang_facts import facts_of
+    from engine_adapter.sglang_connector.facts import facts_of
 
     args = SimpleNamespace(**{**SETTINGS, **settings})
     monkeypatch.setattr(sglang.srt.runtime_context, "get_server_args", lambda: args)

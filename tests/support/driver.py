@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import Admission, RequestId
-from engine_adapter.copier import Copier, TwinCopier
-from engine_adapter.layer_groups import LayerGroups
+from engine_adapter.blocks.manager import KvstoreBlockManager
+from engine_adapter.copying.copier import Copier, TwinCopier
+from engine_adapter.loading.layer_groups import LayerGroups
 from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_adapter.adapter import KvstoreBlockManager
 from engine_adapter.base import RequestId
-from engine_adapter.copier import Copier, CopyBatch, Direction, TwinCopier
-from engine_adapter.load_choice import ChoiceSettings, LoadMode
+from engine_adapter.blocks.manager import KvstoreBlockManager
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction, TwinCopier
+from engine_adapter.loading.choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Session, connect
 from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup

@@ -44,7 +44,7 @@ def slow_copies(driver: Driver, seconds: float, direction: str) -> None:
     """Each copy of one direction takes so much longer, until it is called again."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from engine_adapter.copier import Direction
+    from engine_adapter.copying.copier import Direction
 
     copier = get_kv_transfer_group()._rank._working._mover._copier
     if not hasattr(copier, "slow"):

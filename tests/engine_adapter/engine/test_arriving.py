@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_adapter.arrival import Arrival
 from engine_adapter.base import Admission, RequestId
 from engine_adapter.engine.engine import Completion, Engine
 from engine_adapter.engine.loader import LoadedModel
@@ -20,6 +19,7 @@ from engine_adapter.engine.runner import Runner
 from engine_adapter.engine.runners import make_runner
 from engine_adapter.engine.sampler import SamplingParams
 from engine_adapter.engine.settings import EngineSettings
+from engine_adapter.loading.arrival import Arrival
 from kvstore.errors import Unavailable
 from tests.engine_adapter.engine import tiny
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks

@@ -18,7 +18,7 @@ from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.request import FinishReason
 from engine_adapter.engine.sampler import SamplingParams
 from engine_adapter.engine.settings import EngineSettings
-from engine_adapter.requests import Answer
+from engine_adapter.serving.requests import Answer
 from kvstore.errors import ConfigError, Unavailable
 from tests.engine_adapter.engine.fakes import PrefixCacheBlocks
 from tests.engine_adapter.engine.harness import random_tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copier import TwinCopier
+from engine_adapter.copying.copier import TwinCopier
 from engine_adapter.external.jobs import StepPlan
 from engine_adapter.external.link import Identity, LinkPlan, StoreLink
 from engine_adapter.external.moving import PieceMover

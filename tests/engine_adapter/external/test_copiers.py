@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter import cuda_copier
-from engine_adapter.copier import Direction, TwinCopier
-from engine_adapter.cuda_copier import CopyLimits, CudaCopier
+from engine_adapter.copying import cuda_copier
+from engine_adapter.copying.copier import Direction, TwinCopier
+from engine_adapter.copying.cuda_copier import CopyLimits, CudaCopier
 from engine_adapter.external.copiers import piece_copier
 from kvstore.errors import FailedPrecondition
-from tests.engine_adapter.copier_rigs import FakeDriver, FakeKernel
+from tests.engine_adapter.copying.copier_rigs import FakeDriver, FakeKernel
 
 
 def test_a_gpus_takes_as_many_pieces_as_the_twin_and_leaves_the_engine_its_multiprocessors(

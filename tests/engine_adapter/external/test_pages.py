@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine_adapter.copier import Direction, TwinCopier
+from engine_adapter.copying.copier import Direction, TwinCopier
 from engine_adapter.external.moving import BlockMover, PieceMover, SharedBlocks, Ticket
 from engine_adapter.external.pages import Dimension, LayerPages, PieceMap, SharedLayer, part_bytes
 from kvstore.errors import InvalidArgument

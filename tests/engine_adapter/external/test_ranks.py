@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine_adapter.external.ranks import RankGroup, RankListener
-from engine_adapter.group_link import Join
+from engine_adapter.group.link import Join
 from kvstore.errors import FailedPrecondition, Unavailable
 
 

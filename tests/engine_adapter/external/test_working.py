@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine_adapter.copier import Direction
+from engine_adapter.copying.copier import Direction
 from engine_adapter.external.jobs import CopyJob, StepPlan, StepReport
 from engine_adapter.external.moving import Ticket
 from engine_adapter.external.working import Working

@@ -1,0 +1,85 @@
+"""Copies from DRAM to HBM for one request, from the grant that named the slots to their end.
+
+Made and used on the engine's thread; `loaded` is set by the copier's.
+"""
+
+from __future__ import annotations
+
+import time
+
+from engine_adapter.blocks.write_through import copies
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction
+from engine_adapter.loading.arrival import Arrival
+from kvstore.client import Session, SlotRun
+
+__all__ = ["Load"]
+
+
+class Load:
+    """Blocks on their way up. It has references of its own to the HBM slots, and takes over those to the DRAM slots."""
+
+    __slots__ = ("_batch", "_session", "_sources", "_targets", "arriving", "began_at", "ended_at", "loaded")
+
+    def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
+        self._session = session
+        self._sources = sources
+        self._targets = targets
+        self._batch: CopyBatch | None = None
+        self.arriving: Arrival | None = None  # where it comes in groups of layers, from its submission on
+        self.loaded = False
+        self.began_at = self.ended_at = time.monotonic()
+        session.share_hbm(targets.slots)
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._sources)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a copier has taken it."""
+        return self._batch is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its blocks."""
+        return len(self._sources) * self._session.hbm.slot_bytes
+
+    @property
+    def seconds(self) -> float:
+        """From its making to its end. Once it is `loaded`."""
+        return self.ended_at - self.began_at
+
+    def submit(self, copier: Copier, arrival: Arrival | None = None) -> None:
+        """Has it begin, unless it has begun; the copier may be full: then ask again.
+
+        `arrival`: it comes in groups of layers, and that hears of them.
+        """
+        if self._batch is None:
+            batch = CopyBatch(
+                direction=Direction.LOAD,
+                sources=self._session.dram.address_of(self._sources.slots),
+                targets=self._session.hbm.address_of(self._targets.slots),
+                nbytes=self._session.hbm.slot_bytes,
+                done=self._done,
+                hbm_slots=self._targets.slots,
+                dram_slots=self._sources.slots,
+                groups=1 if arrival is None else arrival.groups,
+                group_done=None if arrival is None else arrival.came,
+            )
+            if copier.submit(batch):
+                self._batch, self.arriving = batch, arrival
+
+    def withdraw(self, copier: Copier) -> None:
+        """Nobody needs it: it is taken back where nothing of it has begun."""
+        if self._batch is None or copier.cancel(self._batch):
+            self._session.stage(dropped_hbm=self._targets.slots, dropped_dram=self._sources.slots)
+
+    def _done(self) -> None:
+        self.ended_at = time.monotonic()
+        self._session.step(
+            loads=copies(self._sources, self._targets),
+            dropped_hbm=self._targets.slots,
+            dropped_dram=self._sources.slots,
+        )
+        self.loaded = True
+        self._session.notify()

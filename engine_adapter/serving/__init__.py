@@ -1,0 +1,1 @@
+"""The process that serves a bundled engine over a socket."""

@@ -1,0 +1,1 @@
+"""Parts of SGLang's storage backend (`engine_adapter.sglang`)."""
