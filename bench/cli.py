@@ -49,13 +49,14 @@ def lookup(
     as_json: JsonOption = False,
     short: ShortOption = False,
     save: SaveOption = False,
+    out: OutOption = None,
     folder: FolderOption = None,
 ) -> None:
     """How long finding and leasing a cached prompt takes, and how many a second, among a million blocks."""
     plan = lookup_bench.SHORT if short else lookup_bench.FULL
     with progress() as say:
         result = lookup_bench.measure(plan, say, checked(folder)).to_json()
-    finish("lookup", result, _lookup_figures, as_json=as_json, save=save)
+    finish("lookup", result, _lookup_figures, as_json=as_json, save=save, out=out)
 
 
 @app.command()
@@ -64,6 +65,7 @@ def store(
     as_json: JsonOption = False,
     short: ShortOption = False,
     save: SaveOption = False,
+    out: OutOption = None,
     folder: FolderOption = None,
 ) -> None:
     """How fast blocks move between HBM, DRAM and NVMe, beside plain copies of the same bytes."""
@@ -71,7 +73,7 @@ def store(
     with progress() as say:
         legs = store_bench.measure(plan, say, checked(folder))
     result: Mapping[str, object] = {"legs": [asdict(leg) for leg in legs]}
-    finish("store", result, _store_figures, as_json=as_json, save=save)
+    finish("store", result, _store_figures, as_json=as_json, save=save, out=out)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """`kvstore bench decode`: tokens a second at several batches and contexts, beside the roofline of this device.
 
 An engine of random weights decodes over pages of random numbers: no prompt is prefilled, and nothing of what a step
-reads, computes, writes, schedules or samples is left out. The roofline is what must be read once a step (`bench.work`),
+reads, computes, writes, schedules or samples is left out. With FlashInfer's attention a second engine over the same
+weights and pages runs beside it, cell by cell in turns. The roofline is what must be read once a step (`bench.work`),
 at the rate of reads measured in the same run before; share 1 would be a step that does nothing else.
 """
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from bench.prompts import random_prompt
 from bench.rates import read_bytes_per_s
-from bench.shapes import BenchEngine, EnginePlan, default_model, open_bench_engine
+from bench.shapes import BenchEngine, EnginePlan, attending_by, default_model, open_bench_engine
 from bench.work import decode_step_bytes
 from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
@@ -46,6 +47,8 @@ CPU = DecodePlan(batches=(1, 4), contexts=(128, 512), steps=4)
 class DecodeCell:
     """One batch at one context. `requests_a_page`: by how many requests a page was read, where memory was short."""
 
+    attention: str
+    """Who computed it: `triton`, our own kernels, or `flashinfer`."""
     batch: int
     context_tokens: int
     tokens_per_s: float
@@ -73,9 +76,17 @@ def plan_for(device: str, *, short: bool) -> DecodePlan:
 
 
 def measure(
-    plan: DecodePlan, say: Callable[[str], None], *, device: str = "auto", model: str | None = None
+    plan: DecodePlan,
+    say: Callable[[str], None],
+    *,
+    device: str = "auto",
+    model: str | None = None,
+    attention: str = "triton",
 ) -> DecodeResult:
-    """Measures every cell. Raises: what opening the engine raises; KvstoreError when a step decodes too little."""
+    """Measures every cell by our own kernels, and beside it by `attention` where that is another.
+
+    Raises: what opening the engine raises; KvstoreError when a step decodes too little.
+    """
     import torch
 
     name, model = resolve_device(device), model or default_model(device)
@@ -95,11 +106,16 @@ def measure(
         ),
         say,
     )
+    setups = [setup]
+    if attention != "triton":
+        say(f"preparing {attention}, which may compile for minutes")
+        setups.append(attending_by(setup, attention))
     cells = []
     for context in plan.contexts:
         for batch in plan.batches:
-            say(f"batch {batch} at {context:,} tokens")
-            cells.append(_cell(setup, plan, batch, context, rate))
+            for one in setups:
+                say(f"batch {batch} at {context:,} tokens, {one.settings.attention}")
+                cells.append(_cell(one, plan, batch, context, rate))
     return DecodeResult(model=model, device=name, read_gb_per_s=rate / 1e9, cells=tuple(cells))
 
 
@@ -111,6 +127,7 @@ def _cell(setup: BenchEngine, plan: DecodePlan, batch: int, context: int, rate: 
     )
     named = batch * (context // plan.block_tokens)
     return DecodeCell(
+        attention=setup.settings.attention,
         batch=batch,
         context_tokens=context,
         tokens_per_s=batch / step_s,

@@ -80,11 +80,14 @@ def decode(
     out: OutOption = None,
     device: DeviceOption = "auto",
     model: ModelOption = None,
+    attention: Annotated[
+        str, typer.Option("--attention", help="flashinfer: each cell by it too, beside our own kernels.")
+    ] = "triton",
 ) -> None:
     """Tokens a second of decoding, beside the roofline of this device's reads."""
     plan = decode_bench.plan_for(device, short=short)
     with progress() as say:
-        found = decode_bench.measure(plan, say, device=device, model=model)
+        found = decode_bench.measure(plan, say, device=device, model=model, attention=attention)
     finish("decode", asdict(found), decode_figures, as_json=as_json, save=save, out=out)
 
 

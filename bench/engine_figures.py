@@ -19,13 +19,15 @@ def _on_gpu(result: Mapping[str, Any]) -> bool:
 
 
 def decode_figures(result: Mapping[str, Any]) -> list[Figure]:
-    """Tokens a second and the share of the roofline, for each batch and context."""
+    """Tokens a second and the share of the roofline, for each batch and context; stored ones may not say by whom."""
     figures = [
         Figure(name="reads", value=result["read_gb_per_s"], unit="GB/s", larger_is_better=True),
     ]
     for cell in result["cells"]:
         name = f"batch {cell['batch']} at {cell['context_tokens']:,}"
-        stated = _on_gpu(result) and (cell["batch"], cell["context_tokens"]) == (32, 4096)
+        ours = cell.get("attention", "triton") == "triton"
+        name = name if ours else f"{name} by {cell['attention']}"
+        stated = _on_gpu(result) and ours and (cell["batch"], cell["context_tokens"]) == (32, 4096)
         figures += [
             Figure(name=name, value=cell["tokens_per_s"], unit="tokens/s", larger_is_better=True),
             Figure(

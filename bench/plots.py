@@ -90,12 +90,15 @@ def _ttft(figure: Figure, result: Result) -> None:
 
 
 def _decode(figure: Figure, result: Result) -> None:
-    """Share of the roofline by batch, a line a context."""
+    """Share of the roofline by batch, a line a context and who computed attention."""
     axes = figure.subplots()
-    for context in dict.fromkeys(cell["context_tokens"] for cell in result["cells"]):
-        cells = [cell for cell in result["cells"] if cell["context_tokens"] == context]
+    lines: dict[str, list[Result]] = {}
+    for cell in result["cells"]:
+        by = "" if cell.get("attention", "triton") == "triton" else f", {cell['attention']}"
+        lines.setdefault(f"{cell['context_tokens']:,} tokens{by}", []).append(cell)
+    for label, cells in lines.items():
         batches, shares = [cell["batch"] for cell in cells], [cell["share"] for cell in cells]
-        axes.plot(batches, shares, marker="o", label=f"{context:,} tokens")
+        axes.plot(batches, shares, marker="o", label=label)
         for cell in cells:
             axes.annotate(
                 f"{cell['tokens_per_s']:,.0f}/s", (cell["batch"], cell["share"]), fontsize=7, va="bottom"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench.filled import FilledBlocks, filled_pool
@@ -11,14 +11,15 @@ from engine_adapter.engine.config import ModelConfig
 from engine_adapter.engine.device import compute_dtype, resolve_device
 from engine_adapter.engine.settings import EngineSettings
 from engine_adapter.engine.source import find_shape
-from kvstore.errors import ResourceExhausted
+from kvstore.errors import ConfigError, ResourceExhausted
 
 if TYPE_CHECKING:
     import torch
 
     from engine_adapter.engine.engine import Engine
+    from engine_adapter.engine.loader import LoadedModel
 
-__all__ = ["BenchEngine", "EnginePlan", "default_model", "open_bench_engine"]
+__all__ = ["BenchEngine", "EnginePlan", "attending_by", "default_model", "open_bench_engine"]
 
 _KEPT_FREE_BYTES = 6 << 30  # for activations and graphs, which are made after the pages
 _CPU_POOL_BYTES = 512 << 20
@@ -45,6 +46,7 @@ class BenchEngine:
     """A ready engine. `cached_pages` may be fewer than were wished for: requests then share them."""
 
     engine: Engine
+    settings: EngineSettings
     blocks: FilledBlocks
     config: ModelConfig
     device: torch.device
@@ -61,11 +63,11 @@ def open_bench_engine(plan: EnginePlan, say: Callable[[str], None]) -> BenchEngi
     """Draws weights and pages. Raises: ModelError, ConfigError; ResourceExhausted where not one context fits."""
     import torch
 
-    from engine_adapter.engine.engine import Engine
     from engine_adapter.engine.loader import load_model
 
     device = resolve_device(plan.device)
     source = find_shape(plan.model)
+    _check_attention(plan.attention, device, source.config)
     settings = EngineSettings(
         device=device,
         attention=plan.attention,
@@ -82,17 +84,49 @@ def open_bench_engine(plan: EnginePlan, say: Callable[[str], None]) -> BenchEngi
     say(f"{plan.model}: drawing {filled + cached:,} pages")
     pool = filled_pool(filled + cached, page_bytes, dtype, torch.device(device))
     blocks = FilledBlocks(pool, plan.block_tokens, cached_pages=cached)
-    engine = Engine(loaded, blocks, settings)
     say(f"{plan.model}: preparing")
-    engine.prepare()
     return BenchEngine(
-        engine=engine,
+        engine=_engine(loaded, blocks, settings),
+        settings=settings,
         blocks=blocks,
         config=source.config,
         device=torch.device(device),
         itemsize=dtype.itemsize,
         cached_pages=cached,
     )
+
+
+def attending_by(setup: BenchEngine, attention: str) -> BenchEngine:
+    """Another engine over the same weights and pages, whose attention is computed by `attention`.
+
+    One of the two runs at a time. Raises: ConfigError where `attention` cannot compute it here.
+    """
+    settings = replace(setup.settings, attention=attention)
+    _check_attention(attention, settings.device, setup.config)
+    return replace(setup, engine=_engine(setup.engine.loaded, setup.blocks, settings), settings=settings)
+
+
+def _engine(loaded: LoadedModel, blocks: FilledBlocks, settings: EngineSettings) -> Engine:
+    from engine_adapter.engine.engine import Engine
+
+    engine = Engine(loaded, blocks, settings)
+    engine.prepare()
+    return engine
+
+
+def _check_attention(attention: str, device: str, config: ModelConfig) -> None:
+    """An engine would go on with what it has; a figure must be of what it says. Raises: ConfigError."""
+    import torch
+
+    from engine_adapter.engine.attention.flashinfer_limits import flashinfer_lacks
+
+    if attention != "flashinfer":
+        return
+    if device == "cpu":
+        raise ConfigError("--attention: flashinfer needs a CUDA device")
+    lack = flashinfer_lacks(config.head_dim, getattr(torch, compute_dtype(device)))
+    if lack:
+        raise ConfigError(f"--attention: not flashinfer: {lack}")
 
 
 def _pages_that_fit(plan: EnginePlan, device: str, page_bytes: int, filled: int) -> int:

@@ -82,7 +82,7 @@ def _cuda_passes(loaded: LoadedModel, pool: Tensor, settings: EngineSettings, qu
 
     rows, sequences = settings.chunk_tokens + settings.max_running, settings.max_running
     if settings.attention == "flashinfer":
-        lack = flashinfer_lacks(pool)
+        lack = flashinfer_lacks(pool.shape[5], pool.dtype)
         if not lack:
             pages = max_pages(loaded, pool)
             return FlashInferPasses(

@@ -8,17 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from bench import decode, prefill, ttft
+from bench import decode, prefill, shapes, ttft
 from bench.engine_figures import decode_figures, prefill_figures, ttft_figures
 from bench.filled import FilledBlocks
 from engine_adapter.base import Admission, RequestId
-from kvstore.errors import KvstoreError
+from kvstore.errors import ConfigError, KvstoreError
 
 
 @pytest.fixture
@@ -45,6 +45,37 @@ def test_decode_measures_each_batch_at_each_context() -> None:
         assert cell.share == pytest.approx(cell.roofline_ms / cell.step_ms)
         assert cell.requests_a_page == 1.0
     assert len(decode_figures(asdict(found))) == 9
+
+
+@pytest.fixture
+def other_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU had two kinds of attention: its own computes both."""
+    monkeypatch.setattr(shapes, "_check_attention", lambda *_: None)
+
+
+@pytest.mark.usefixtures("other_attention")
+def test_decode_by_flashinfer_is_measured_beside_our_own() -> None:
+    plan = replace(decode.CPU, batches=(1, 2), contexts=(64,), steps=2)
+    found = decode.measure(plan, silent, device="cpu", attention="flashinfer")
+    assert [(cell.batch, cell.attention) for cell in found.cells] == [
+        (1, "triton"),
+        (1, "flashinfer"),
+        (2, "triton"),
+        (2, "flashinfer"),
+    ]
+    names = {figure.name for figure in decode_figures(asdict(found))}
+    assert {
+        "batch 2 at 64",
+        "batch 2 at 64 by flashinfer",
+        "batch 2 at 64 by flashinfer, of the roofline",
+    } <= names
+
+
+@pytest.mark.parametrize("measure, plan", [(decode.measure, decode.CPU), (prefill.measure, prefill.CPU)])
+def test_no_figure_says_flashinfer_where_it_did_not_run(measure: Callable[..., object], plan: object) -> None:
+    """The CPU's own attention was measured, and its figures said that they were FlashInfer's."""
+    with pytest.raises(ConfigError, match="flashinfer needs a CUDA device"):
+        measure(plan, silent, device="cpu", attention="flashinfer")
 
 
 def test_a_step_in_which_not_all_decode_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from bench import lookup
 from bench.blocks import LARGE, SMALL, chains, parts, seals_of
+from bench.cli import app
 from bench.lookup import SHORT, measure
+from bench.report import read_baseline
 from bench.scale import scale_ratio
 from bench.tables import FilledStore
 from kvstore.identity import namespace_digest
@@ -77,6 +83,17 @@ def test_every_figure_is_there(short_path: Path) -> None:
     assert found["clients"] == 2
     assert len(said) == 7
     assert list(short_path.iterdir()) == [], "nothing is left on the disk"
+
+
+def test_the_result_goes_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--out` was refused: a run on a lent machine left a table and nothing to keep."""
+    result = read_baseline("lookup")["results"]
+    monkeypatch.setattr(lookup, "measure", lambda *_: SimpleNamespace(to_json=lambda: result))
+    out = tmp_path / "lookup.json"
+    assert CliRunner().invoke(app, ["lookup", "--out", str(out)]).exit_code == 0
+    written = json.loads(out.read_text())
+    assert written["results"] == result
+    assert written["machine"]["cores"] > 0
 
 
 def test_the_ratio_compares_two_stores() -> None:

@@ -4,7 +4,6 @@ Imports no triton.
 """
 
 import torch
-from torch import Tensor
 
 __all__ = ["flashinfer_lacks"]
 
@@ -12,11 +11,10 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def flashinfer_lacks(pool: Tensor) -> str:
-    """Why FlashInfer cannot attend over `pool` `[page, layer, K|V, kv_head, token, head_dim]`; empty where it can."""
-    head_dim = pool.shape[5]
+def flashinfer_lacks(head_dim: int, dtype: torch.dtype) -> str:
+    """Why FlashInfer cannot attend over heads of so many numbers of that type; empty where it can."""
     if head_dim not in _HEAD_DIMS:
         return f"it has no kernels for a head_dim of {head_dim}"
-    if pool.dtype not in _DTYPES:
-        return f"it has no kernels for keys of {str(pool.dtype).removeprefix('torch.')}"
+    if dtype not in _DTYPES:
+        return f"it has no kernels for keys of {str(dtype).removeprefix('torch.')}"
     return ""
