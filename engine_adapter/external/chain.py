@@ -42,11 +42,12 @@ class Item:
 class RequestChain:
     """The hashes of one growing request. One thread."""
 
-    __slots__ = ("_chain", "_first_plain", "_hashes", "_items", "_key", "block_tokens")
+    __slots__ = ("_chain", "_first_plain", "_hashes", "_items", "_key", "_namespace", "block_tokens")
 
     def __init__(self, namespace: Namespace, token_ids: Sequence[int], items: Sequence[Item] = ()) -> None:
         """`token_ids`: what is confirmed so far. O(tokens)."""
         self.block_tokens = namespace.block_tokens
+        self._namespace = namespace
         self._key = namespace.key
         self._items = tuple(sorted(items, key=lambda item: item.offset))
         self._chain: HashChain | None = None
@@ -67,6 +68,11 @@ class RequestChain:
     def hashes(self) -> NDArray[np.uint64]:
         """[full blocks, 2]."""
         return self._hashes if self._chain is None else self._chain.hashes
+
+    @property
+    def current(self) -> bool:
+        """False: all that the store had was lost and the namespace has another key, under which nobody knows these."""
+        return self._key == self._namespace.key
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,9 @@
 
 A thread of its own attaches, opens namespaces and reads what identifies a model, so that the engine's scheduler waits
 for nothing: until there is a session, or the namespace of a request is open, there is no cache. Once attached the
-session itself comes back after whatever dies (`kvstore.client.stream`).
+session itself comes back after whatever dies (`kvstore.client.stream`). What is on its way back is worth a bounded
+wait of a request, and only this module says what is: a daemon that went a moment ago (`expected`), a namespace that is
+being opened (`coming`), and disks that a daemon has not read yet (`settled`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from engine_adapter.external.settling import Settling
 from kvstore.client import Client, Namespace, Session, Targets, connect
 from kvstore.client.group import Group
 from kvstore.errors import KvstoreError
@@ -29,6 +32,8 @@ _MAX_OPEN = 256
 """Namespaces that are known at one time: adapters and salts of requests. The least recently used is asked for again."""
 _MAX_WANTED = 64
 _ROOM_SHARE = 0.125
+_LOOK_AGAIN_S = 0.05
+"""At a daemon that is still opening its disks."""
 _TRY_AGAIN_S = 5.0
 """A namespace that could not be opened is a miss for so long, then it is tried again."""
 
@@ -58,6 +63,8 @@ class LinkPlan:
     parts: Callable[[Identity], Mapping[str, bytes]]
     """The parts of a namespace. Raises KvstoreError for what cannot be cached."""
     breaker_s: float = 1.0
+    return_s: float = 5.0
+    """How long after it went, or fell silent, a daemon is expected back; and its disks to be read once it is."""
 
 
 class StoreLink:
@@ -65,6 +72,7 @@ class StoreLink:
 
     def __init__(self, plan: LinkPlan) -> None:
         self._plan = plan
+        self._return_s = max(plan.return_s, plan.breaker_s)
         self._session: Session | None = None
         self._open: OrderedDict[Identity, Namespace | float] = OrderedDict()  # or when to try again
         self._wanted: dict[Identity, None] = {
@@ -72,6 +80,7 @@ class StoreLink:
         }  # that of most requests, before the first of them
         self._work = threading.Condition()
         self._closing = False
+        self._settling = Settling(plan.return_s)
         self._said_at = -_SAY_AGAIN_S
         self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True)
         self._thread.start()
@@ -86,6 +95,23 @@ class StoreLink:
     def attached(self) -> Session | None:
         """The session, also while the daemon is away: what was begun in it has to be ended."""
         return self._session
+
+    @property
+    def expected(self) -> Session | None:
+        """As `session`, and also while the daemon has been away or silent for a short time only: its keeper starts
+        another. None: nothing is worth waiting for."""
+        session = self._session
+        return session if session is not None and session.silence_s < self._return_s else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the daemon knows all that its disks hold; else a miss may be a hit a moment later."""
+        session = self._session
+        if session is None or self._settling.known(session):
+            return True
+        with self._work:
+            self._work.notify()
+        return False
 
     def namespace(self, identity: Identity) -> Namespace | None:
         """The namespace where it is open; else None, and it is being opened unless that was refused lately."""
@@ -117,17 +143,18 @@ class StoreLink:
 
     def _run(self) -> None:
         with ExitStack() as stack:
-            session = self._attach(stack)
-            while session is not None:
-                identity = self._next()
-                if identity is None:
-                    return
-                self._open_one(session, identity)
+            client = stack.enter_context(connect(self._plan.socket, timeout_s=self._plan.timeout_s))
+            session = self._attach(stack, client)
+            while session is not None and self._await_work(session):
+                wanted = self._first_wanted()
+                if wanted is not None:
+                    self._open_one(session, wanted)
+                if not self._settling.known(session):
+                    self._settling.look(session, client)
 
-    def _attach(self, stack: ExitStack) -> Session | None:
+    def _attach(self, stack: ExitStack, client: Client) -> Session | None:
         """Tries until it is attached or closed."""
         pause_s = _FIRST_PAUSE_S
-        client = stack.enter_context(connect(self._plan.socket, timeout_s=self._plan.timeout_s))
         while True:
             try:
                 session = client.attach(
@@ -156,10 +183,21 @@ class StoreLink:
         room = max(1, min(self._plan.room_blocks, most))
         return Targets(credit=0, room=room, breaker_s=self._plan.breaker_s)
 
-    def _next(self) -> Identity | None:
+    def _await_work(self, session: Session) -> bool:
+        """Returns when there is something to do; False: it is closed."""
+        known = self._settling.known(session)
         with self._work:
-            self._work.wait_for(lambda: self._closing or self._wanted)
-            return None if self._closing else next(iter(self._wanted))
+            if known:
+                self._work.wait_for(
+                    lambda: self._closing or self._wanted or not self._settling.known(session)
+                )
+            else:
+                self._work.wait_for(lambda: self._closing or self._wanted, _LOOK_AGAIN_S)
+            return not self._closing
+
+    def _first_wanted(self) -> Identity | None:
+        with self._work:
+            return next(iter(self._wanted), None)
 
     def _open_one(self, session: Session, identity: Identity) -> None:
         opened: Namespace | float

@@ -1,8 +1,8 @@
 """Loads of the scheduling half: from the pages that the engine took, by way of an acquire, to a job for the ranks.
 
 An acquire may find less than the lookup did, or blocks that are on their way from a disk: then it is asked again when
-the store says that something changed, until the deadline. What has not come by then, or is gone, is named as missing,
-so that the engine computes from there on.
+the store says that something changed, until the deadline. So it is where the daemon died meanwhile and is expected
+back. What has not come by then, or is gone, is named as missing, so that the engine computes from there on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loading:
         return bool(self._waiting or self._abandoned)
 
     def begin(self, request: LiveRequest, load: PendingLoad, session: Session | None) -> None:
-        """The engine has taken pages. `session` None: the daemon is away, nothing will come."""
+        """The engine has taken pages. `session` None: the daemon is away, and is asked when it is back."""
         request.load = load
         self._waiting[request.facts.id] = request
         if session is not None:
@@ -67,7 +67,7 @@ class Loading:
                 request.load.retry_at = 0.0
 
     def starting(self, session: Session | None) -> list[Starting]:
-        """What can be said to the ranks now."""
+        """What can be said to the ranks now. `session` None: nothing will come any more."""
         made, self._abandoned = self._abandoned, []
         for name, request in list(self._waiting.items()):
             assert request.load is not None
@@ -94,7 +94,10 @@ class Loading:
             grant.abandon()
             return self._job(request, load, None, 0)
         if grant.error is not None:
-            return self._job(request, load, None, 0)
+            if late or grant.error.retry_after_s is None:
+                return self._job(request, load, None, 0)
+            load.grant, load.retry_at = None, now + _RETRY_S
+            return None
         found = grant.result(0)
         hits = _leading_hits(found)
         if hits < len(load) and not late and self._comes(session, request, load, found, hits):

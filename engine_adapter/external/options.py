@@ -28,18 +28,22 @@ class ConnectorOptions:
     timeout_s: float = 5.0
     """Of a call to the daemon; none is made on the engine's threads."""
     lookup_patience_s: float = 2.0
-    """How long a queued request may wait for blocks that are being read from a disk."""
+    """How long a queued request may wait for what is on its way: blocks that are being read from a disk, a namespace
+    that is being opened, a daemon that is expected back."""
     load_patience_s: float = 10.0
     """How long a load may take to begin once the engine has taken pages for it."""
     breaker_s: float = 1.0
-    """A daemon that is away or silent for so long is no cache until it answers again."""
+    """A daemon that is away or silent for so long is asked for nothing until it answers again."""
+    return_patience_s: float = 5.0
+    """How long after it went, or fell silent, a daemon is expected back: requests wait for it, `lookup_patience_s` each
+    at most, and so do loads that had begun. Later it is no cache until it answers. `breaker_s` at least."""
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "native", "shared"):
             raise ConfigError(f"layout must be auto, native or shared, not {self.layout!r}")
         if self.room_blocks < 0:
             raise ConfigError(f"room_blocks must not be negative, not {self.room_blocks}")
-        for name in ("timeout_s", "lookup_patience_s", "load_patience_s", "breaker_s"):
+        for name in ("timeout_s", "lookup_patience_s", "load_patience_s", "breaker_s", "return_patience_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a time in seconds, not {getattr(self, name)}")
 

@@ -57,6 +57,7 @@ class LiveRequest:
     patience_until: float = 0.0  # for a lookup; 0: none has waited yet
     quiet_until: float = 0.0  # a lookup that just asked for patience is not looked up again before
     asked_ahead_at: float = 0.0
+    asked_stream: int = 0  # on which it was: a daemon that died has forgotten it; 0: to be asked again
     local_blocks: int = 0  # that the engine had itself at the last lookup
     started: bool = False
     given_up: bool = False  # a load of it has failed: the rest is computed

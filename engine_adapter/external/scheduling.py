@@ -5,10 +5,15 @@ A request as it comes by here:
     new → matched (any number of times, without an effect) → allocated → [loading] → steps → ended
           ↑ a preempted request is matched and allocated again
 
-A lookup is answered from the tables that are mapped here. The acquire goes out once the engine has taken pages for the
-request, so what a lookup promised may be gone by then: such a load is given up, and the engine computes. Of a running
-request each full block of confirmed tokens is stored once, as far as DRAM slots are in hand; for what has none it is
-tried again at a later step. Nothing here waits, and a step with nothing to do sends nothing.
+A lookup is answered from the tables that are mapped here, or by "ask again" while what would make it a hit is known to
+be on its way: a daemon that died a moment ago, a namespace that is being opened, disks that a new daemon has not read,
+blocks that are being read from one. Each request has one patience for all of these (`lookup_s`); the engine's other
+requests go on meanwhile. Where no daemon ever was, or one is away for long, nobody waits.
+
+The acquire goes out once the engine has taken pages for the request, so what a lookup promised may be gone by then:
+such a load is given up, and the engine computes. While a daemon that died is expected back its loads wait for it. Of a
+running request each full block of confirmed tokens is stored once, as far as DRAM slots are in hand; for what has none
+it is tried again at a later step. Nothing here waits, and a step with nothing to do sends nothing.
 
 One thread, the engine's scheduler. Times are in seconds of `clock`.
 """
@@ -31,7 +36,7 @@ from engine_adapter.external.link import Identity
 from engine_adapter.external.loading import Loading
 from engine_adapter.external.request import BlockIds, LiveRequest, PendingLoad, RequestFacts, page_table
 from engine_adapter.external.storing import Storing
-from kvstore.client import Changed, Namespace, Session
+from kvstore.client import Changed, Lost, Namespace, Session
 from kvstore.layout import NONE, Tier
 from kvstore.match import MatchResult
 
@@ -66,12 +71,22 @@ class Link(Protocol):
         """Whether it is worth waiting for."""
         ...
 
+    @property
+    def expected(self) -> Session | None:
+        """As `session`, and also while the daemon is expected back."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether the daemon knows what its disks hold."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingRules:
-    """`ranks` copy each job. `lookup_s`: how long a lookup may ask for patience; `load_s`: how long a load may take to
-    begin. `promise_disk`: whether a lookup counts blocks that only a disk has and nobody reads yet; where the engine
-    fails a request whose load fails, it must not."""
+    """`ranks` copy each job. `lookup_s`: how long a request's lookups may ask for patience; `load_s`: how long a load
+    may take to begin. `promise_disk`: whether a lookup counts blocks that only a disk has and nobody reads yet; where
+    the engine fails a request whose load fails, it must not."""
 
     block_tokens: int
     ranks: int
@@ -141,14 +156,17 @@ class Scheduling:
 
         One token of the request's `num_tokens` is always left to compute.
         """
-        request, session = self._requests.get(name), self._link.session
-        if request is None or request.barred or request.given_up or session is None:
+        request = self._requests.get(name)
+        if request is None or request.barred or request.given_up:
             return 0
         request.local_blocks = local_tokens // self._rules.block_tokens
+        most = (num_tokens - 1) // self._rules.block_tokens
+        if most <= request.local_blocks:
+            return 0
         if self._clock() < request.quiet_until:
             self._breathe()
             return None
-        hits = self._lookup(session, request, num_tokens)
+        hits = self._lookup(request, most)
         if hits is None:
             request.quiet_until = self._clock() + _LOOK_AGAIN_S
             self._breathe()
@@ -158,25 +176,32 @@ class Scheduling:
     def _breathe(self) -> None:
         """Lets the threads that bring what is waited for have the interpreter, for less than a millisecond.
 
-        An engine that has nothing else to run asks again at once: vLLM kept a namespace from being opened for 2 s.
+        An engine that has nothing else to run asks, or steps, again at once: vLLM kept a namespace from being opened
+        for 2 s.
         """
         if self._clock() >= self._breath_at:
             time.sleep(_BREATH_S)
             self._breath_at = self._clock() + _BREATH_S
 
-    def _lookup(self, session: Session, request: LiveRequest, num_tokens: int) -> int | None:
-        """Blocks beyond the engine's own that a load may count on; None while that is not known."""
+    def _lookup(self, request: LiveRequest, most: int) -> int | None:
+        """Of `most` blocks those beyond the engine's own that a load may count on; None while that is not known."""
+        session = self._link.session
+        if session is None or not session.connected:
+            return None if self._link.expected is not None and self._patient(request) else 0
         chain = self._chain_of(request)
         if chain is None:
             return None if self._link.coming(request.facts.identity) and self._patient(request) else 0
-        if not request.asked_ahead_at:
-            self._ask_ahead(session, request)
+        assert request.namespace is not None
         self._extend(request, chain)
-        most = min((num_tokens - 1) // self._rules.block_tokens, session.max_message_blocks)
+        most = min(most, session.max_message_blocks)
         if most <= request.local_blocks:
             return 0
-        assert request.namespace is not None
         found = session.match(request.namespace, chain.hashes[request.local_blocks : most])
+        complete = found.hits == most - request.local_blocks and bool((found.tiers == Tier.DRAM).all())
+        if not complete and not self._link.settled and self._patient(request):
+            return None
+        if request.asked_stream != session.streams:
+            self._ask_ahead(session, request)
         return self._loadable(session, request, found)
 
     def allocated(self, name: str, block_ids: BlockIds, external_tokens: int) -> None:
@@ -189,7 +214,7 @@ class Scheduling:
             begin = request.local_blocks
             pages = page_table(block_ids, begin, begin + external_tokens // self._rules.block_tokens)
             load = PendingLoad(begin=begin, pages=pages, until=self._clock() + self._rules.load_s)
-            self._loading.begin(request, load, session)
+            self._loading.begin(request, load, session)  # away: it is asked for when the daemon is back
         elif session is not None and request.load is None:
             self._touch(session, request)
 
@@ -213,7 +238,7 @@ class Scheduling:
 
         `computed`: requests in it, each with the number of its leading tokens whose KV is in its pages after it.
         """
-        session = self._link.attached
+        session, scheduled = self._link.attached, tuple(computed)
         before = self._preempted(preempted) if preempted else ()
         if session is None:
             return StepPlan(before_step=before)
@@ -221,10 +246,12 @@ class Scheduling:
         stores, self._late_stores = self._late_stores, []
         live = self._link.session
         if live is not None:
-            stores += self._stores(live, computed, block_ids_of)
-        starting = self._loading.starting(live) if self._loading else []
+            stores += self._stores(live, scheduled, block_ids_of)
+        starting = self._loading.starting(self._link.expected) if self._loading else []
         for load in starting:
             self._copying[load.job.number] = _Copying(self._rules.ranks, load.request, load.job)
+        if self._loading and not scheduled:
+            self._breathe()
         held, self._held = self._held, {}
         if self._rules.pages_go_early:
             before, self._last_stores = before + self._last_stores, tuple(job.number for job in stores)
@@ -314,6 +341,8 @@ class Scheduling:
         return now < request.patience_until
 
     def _chain_of(self, request: LiveRequest) -> RequestChain | None:
+        if request.chain is not None and not request.chain.current:
+            request.chain = None
         if request.chain is None:
             request.namespace = self._link.namespace(request.facts.identity)
             if request.namespace is not None:
@@ -337,6 +366,9 @@ class Scheduling:
             return
         request.on_disk = int((session.match(request.namespace, hashes).tiers == Tier.NVME).sum())
         request.asked_ahead_at = self._clock()
+        request.asked_stream = (
+            session.streams if self._link.settled else 0
+        )  # else it may have found nothing to read
         session.prefetch(request.namespace, request.lease, hashes)
 
     def _loadable(self, session: Session, request: LiveRequest, found: MatchResult) -> int | None:
@@ -363,6 +395,9 @@ class Scheduling:
         for event in session.poll():
             if isinstance(event, Changed):
                 self._loading.changed(frozenset(event.leases))
+            elif isinstance(event, Lost):
+                for request in self._requests.values():
+                    request.stored_blocks = 0  # what is still there is passed over
 
     def _stores(
         self,

@@ -70,6 +70,7 @@ class SchedulerHalf:
                 room_blocks=self._options.room_blocks or self._room_blocks(),
                 parts=identity.parts,
                 breaker_s=self._options.breaker_s,
+                return_s=self._options.return_patience_s,
             )
         )
         rules = SchedulingRules(

@@ -340,6 +340,16 @@ class Session:
         return self._state.connected
 
     @property
+    def silence_s(self) -> float:
+        """For how long the daemon has been away, or has owed the answer to an acquire; 0: neither."""
+        return self._state.silence_s
+
+    @property
+    def streams(self) -> int:
+        """Streams opened so far: one more than before, the daemon may be another."""
+        return self._state.streams
+
+    @property
     def sent_messages(self) -> int:
         """Messages sent on streams so far."""
         return self._state.sent_messages

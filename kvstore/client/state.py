@@ -108,7 +108,7 @@ class SessionState:
         self._asked_for_prompt = False  # until then the first credit is enough
         self._seen = 0
         self._stream = 0  # number of the stream that may take messages; 0: none
-        self._streams = 0
+        self.streams = 0  # opened so far
         self._away_since: float | None = time.monotonic()
 
     # ------------------------------------------------------------ the engine's side
@@ -116,7 +116,7 @@ class SessionState:
     def acquire(self, grant: PendingGrant) -> None:
         """Queues an acquire; fails it at once while the session is unavailable."""
         with self.lock:
-            if not self._available(time.monotonic()):
+            if self._silence_s() >= self._targets.breaker_s:
                 grant.fail(Unavailable("the daemon is away or does not answer", retry_after_s=0.1))
             elif len(self._outbox) >= _MAX_QUEUED:
                 grant.fail(ResourceExhausted("too many messages wait for the daemon", retry_after_s=0.1))
@@ -240,8 +240,13 @@ class SessionState:
     @property
     def available(self) -> bool:
         """False: the daemon is away or does not answer; an engine goes on as if there were no cache."""
+        return self.silence_s < self._targets.breaker_s
+
+    @property
+    def silence_s(self) -> float:
+        """See Session.silence_s."""
         with self.lock:
-            return self._available(time.monotonic())
+            return self._silence_s()
 
     @property
     def connected(self) -> bool:
@@ -266,8 +271,8 @@ class SessionState:
         with self.lock:
             self._seen = 0
             self._outbox.rewind(self.hbm.held, self.dram.held)
-            self._streams += 1
-            self._stream = self._streams
+            self.streams += 1
+            self._stream = self.streams
             self._away_since = None
             self._asked = (0, 0)
             self._send_step()
@@ -416,10 +421,10 @@ class SessionState:
         dropped_hbm: NDArray[np.uint32],
         dropped_dram: NDArray[np.uint32],
     ) -> None:
-        # What was lost meanwhile (the session is gone) is not reported: nobody would answer.
-        seals = seals[self._sealed.held[seals["slot"]]]
-        loads = loads[self.hbm.held[loads["target"]]]
-        stores = stores[self.dram.held[stores["target"]]]
+        # What was lost meanwhile is not reported: nobody would answer. Most steps say nothing, and are to cost nothing.
+        seals = seals[self._sealed.held[seals["slot"]]] if len(seals) else seals
+        loads = loads[self.hbm.held[loads["target"]]] if len(loads) else loads
+        stores = stores[self.dram.held[stores["target"]]] if len(stores) else stores
         for part, buffer in (
             (seals, self._buffer.seals),
             (loads, self._buffer.loads),
@@ -486,11 +491,9 @@ class SessionState:
             self._outbox.step_due()
             self.sendable.notify()
 
-    def _available(self, now: float) -> bool:
-        if self._away_since is not None:
-            return now - self._away_since < self._targets.breaker_s
-        oldest = self._outbox.oldest_acquire()
-        return oldest is None or now - oldest < self._targets.breaker_s
+    def _silence_s(self) -> float:
+        since = self._outbox.oldest_acquire() if self._away_since is None else self._away_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _announce(self) -> None:
         self._fresh_news = True

@@ -98,6 +98,7 @@ class HostEngine:
         num_pages: int = 64,
         policy: str = "recompute",
         room: int = 16,
+        return_s: float = 5.0,
         **rules: float,
     ) -> None:
         self.ranks = [_Rank(number, ranks, num_pages) for number in range(ranks)]
@@ -116,6 +117,7 @@ class HostEngine:
                 room_blocks=room,
                 parts=parts_of,
                 breaker_s=0.5,
+                return_s=return_s,
             )
         )
         self.policy = policy

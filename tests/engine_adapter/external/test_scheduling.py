@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import pytest
 from kvstore.client import connect
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.engine_adapter.external.host_engine import BLOCK, HostEngine
-from tests.support.daemon import Service
+from tests.support.daemon import Service, wait_for
 
 Engines = Callable[..., HostEngine]
 
@@ -292,5 +294,63 @@ def test_the_daemon_dies_and_comes_back(service: Service, engine: Engines) -> No
     one.run(lambda: "through it" in one.finished)
     one.attached()
     one.forget()
+    assert one.ask("warm", prompt) == 4 * BLOCK
+    sound(service, one)
+
+
+def test_what_was_asked_while_the_daemon_was_away_is_a_hit_when_it_is_back(
+    service: Service, engine: Engines
+) -> None:
+    """vLLM's first prompt after the daemon's kill -9 was computed: a load was given up as soon as the breaker opened,
+    and lookups until the stream was open again were misses."""
+    one = engine(lookup_s=20.0, load_s=30.0, return_s=30.0)
+    looked_up, loading = tokens(131, 4 * BLOCK + 1), tokens(132, 4 * BLOCK + 1)
+    one.ask("first", looked_up)
+    one.ask("second", loading)
+    one.forget()
+    one.add("loading", loading)
+    plain = one.scheduling.allocated
+
+    def allocated(*arguments: object) -> None:
+        if arguments[2]:  # the acquire of a load: it finds nobody
+            pids.append(service.daemon_pid)
+            os.kill(pids[0], signal.SIGKILL)
+            wait_for(
+                "a lost stream", lambda: one.link.attached is not None and not one.link.attached.connected
+            )
+        plain(*arguments)  # type: ignore[arg-type]
+
+    pids: list[int] = []
+    one.scheduling.allocated = allocated  # type: ignore[method-assign]
+    one.run(lambda: bool(pids))
+    one.scheduling.allocated = plain  # type: ignore[method-assign]
+    one.add("looked up", looked_up)
+    assert one.scheduling.matched("looked up", len(looked_up), 0) is None
+    assert one.scheduling.matched("short", BLOCK, 0) == 0
+    one.run(lambda: {"loading", "looked up"} <= set(one.finished), timeout_s=40.0)
+    service.await_restart(pids[0])
+    assert [one.finished[name].cached for name in ("loading", "looked up")] == [4 * BLOCK, 4 * BLOCK]
+    assert one.scheduling.stats().given_up_blocks == 0
+    sound(service, one)
+
+
+def test_nobody_waits_for_long_for_a_daemon_that_does_not_answer(service: Service, engine: Engines) -> None:
+    one = engine(lookup_s=0.3, load_s=30.0, return_s=0.8)
+    prompt = tokens(141, 4 * BLOCK + 1)
+    one.ask("cold", prompt)
+    one.forget()
+    pid = service.daemon_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert one.ask("its load waits", prompt) == 0
+        assert time.monotonic() - began > 0.5
+        one.forget()
+        one.add("nothing waits", prompt)
+        assert one.scheduling.matched("nothing waits", len(prompt), 0) == 0
+        one.abort("nothing waits")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("an answer", lambda: one.link.session is not None)
     assert one.ask("warm", prompt) == 4 * BLOCK
     sound(service, one)
