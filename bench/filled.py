@@ -123,6 +123,10 @@ class FilledBlocks:
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
         """See BlockManager."""
 
+    def take_wrong(self) -> list[RequestId]:
+        """See BlockManager. Nothing is cached here."""
+        return []
+
     def computing(self, steps: int) -> None:
         """See BlockManager."""
         self.computed_beside(steps)

@@ -179,6 +179,13 @@ class BlockManager(Protocol):
         """
         ...
 
+    def take_wrong(self) -> list[RequestId]:
+        """Admitted requests of which a cached block was found wrong, by whomever: so is what was computed with it.
+
+        Asked before each step; a request is named until it is released. Never waits.
+        """
+        ...
+
     def computing(self, steps: int) -> None:
         """So many steps are under way; 0: nothing is to be computed. Called before a launch, and when work has run out.
 

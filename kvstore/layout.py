@@ -59,6 +59,8 @@ _STATE_MASK = np.uint64(0xFF)
 _MAGIC = b"KVSTABL3"
 _ALIGN = 64
 _HEADER_BYTES = 4096
+_DISTRUSTS_AT = 2048
+"""Of the header: zeros in tables of daemons that did not know it."""
 _DEPTH_BITS = 20
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 
@@ -87,6 +89,7 @@ class SlotState(enum.IntEnum):
     FILLING = 1  # given to a session or a mover that writes it
     SEALED = 2  # holds the complete block of its row
     QUARANTINED = 3  # nvme: the medium under it failed; never given out again
+    DISTRUSTED = 4  # memory: a block that was found wrong while somebody held it; free when the last lets go
 
 
 class ExtentState(enum.IntEnum):
@@ -158,6 +161,7 @@ class Columns:
     """Every column of the tables, as views of one memory."""
 
     shape: TableShape
+    distrusts: NDArray[np.uint64]  # [1] times that slots became DISTRUSTED, counted once they are
     # blocks, one row a block
     state: NDArray[np.uint64]  # [rows] generation << 8 | State
     hash: NDArray[np.uint64]  # [rows, 2]
@@ -285,7 +289,9 @@ def read_shape(memory: memoryview) -> TableShape:
 
 def open_columns(memory: memoryview, shape: TableShape) -> Columns:
     """Views of every column; read-only where `memory` is."""
-    views: dict[str, NDArray[np.generic]] = {}
+    views: dict[str, NDArray[np.generic]] = {
+        "distrusts": np.frombuffer(memory, dtype="<u8", count=1, offset=_DISTRUSTS_AT)
+    }
     offset = _HEADER_BYTES
     for column in _columns(shape):
         count = int(np.prod(column.shape, dtype=np.int64))

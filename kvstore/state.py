@@ -34,6 +34,7 @@ from kvstore.tables.slots import ClassKey, SlotPool
 from kvstore.tables.table import BlockTable
 from kvstore.tiering.early import EarlyReads
 from kvstore.tiering.queued import Queued
+from kvstore.trust.copied import PrivateCopies
 from kvstore.trust.sampling import Sample
 from kvstore.victims.ghosts import Ghosts
 from kvstore.victims.quotas import Quotas
@@ -44,6 +45,7 @@ __all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit", "no_fault"]
 
 NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _SESSION_BITS = np.uint64((1 << MOVER_BIT) - 1)
+_STATE_BITS = np.uint64(0xFF)
 
 
 class Load(Protocol):
@@ -69,6 +71,7 @@ class StoreState:
     __slots__ = (
         "cleared",
         "columns",
+        "copied",
         "counters",
         "dram",
         "early",
@@ -93,6 +96,7 @@ class StoreState:
         "sample",
         "sealed_in_dram",
         "sessions",
+        "spoiled",
         "table",
         "unmade",
         "uses",
@@ -115,6 +119,7 @@ class StoreState:
         self.hbm = SlotPool(columns, Tier.HBM, fault)
         self.dram = SlotPool(columns, Tier.DRAM, fault)
         self.nvme = SlotPool(columns, Tier.NVME, fault)
+        self.copied = PrivateCopies(self.hbm)
         self.early = EarlyReads(self.dram, self.counters)
         self.table = BlockTable(columns, fault)
         self.sessions = Sessions(columns)
@@ -130,8 +135,8 @@ class StoreState:
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed
         """NVMe slots that the durable index has to learn of: noted before they change, see tiering.index_changes."""
-        self.cleared: deque[U32] = deque()
-        """Rows that were cleared and still have slots; a start frees them all."""
+        self.cleared: deque[tuple[U32, U64]] = deque()
+        """Rows that were cleared and still have slots, with their words since; a start frees them all."""
         self.loads: list[Load] = []
         """Paths whose blocks are being entered: rows and extents are put aside for them."""
         self.hung: NDArray[np.bool_] = np.zeros(256, dtype=np.bool_)
@@ -140,6 +145,9 @@ class StoreState:
         """When a path may be asked for another slab."""
         self.unmade: NDArray[np.bool_] = np.zeros(columns.shape.max_extents, dtype=np.bool_)
         """NVMe extents whose slab could not be made; they drain."""
+        self.spoiled = np.uint64(0)
+        """Sessions that hold a block that was found wrong, by their bits: kvstore.trust.distrusting."""
+        self.count_spoiled()
         self.sealed_in_dram: list[U32] = []
         """Rows that came into DRAM by a seal or a copy, for write-behind."""
 
@@ -234,7 +242,8 @@ class StoreState:
         readers held as a private slot of both.
         """
         pool = self.pool(tier)
-        filling = pool.filling(slots)
+        distrusted = pool.distrusted(slots)
+        filling = pool.filling(slots) | distrusted
         fills = np.unique(slots[filling])
         if len(fills):
             if tier is Tier.HBM:
@@ -245,7 +254,17 @@ class StoreState:
         kept = slots[~filling]
         if len(kept):
             pool.unhold(kept, holder)
+        if distrusted.any():
+            self.count_spoiled()
         self.fault("let_go.done")
+
+    def count_spoiled(self) -> None:
+        """Who holds blocks that were found wrong, anew. O(slots)."""
+        bits = np.uint64(0)
+        for pool in (self.hbm, self.dram):
+            wrong = (pool.state & _STATE_BITS) == np.uint64(SlotState.DISTRUSTED)
+            bits |= np.bitwise_or.reduce(pool.holders[wrong], initial=np.uint64(0))
+        self.spoiled = bits & _SESSION_BITS
 
     def let_go_all(self, session: Session) -> int:
         """Everything that a session holds comes back. O(slots). Returns the number of slots."""

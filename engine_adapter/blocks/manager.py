@@ -15,8 +15,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -26,8 +25,10 @@ from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
 from engine_adapter.blocks.absence import Absence
 from engine_adapter.blocks.admissions import admission
 from engine_adapter.blocks.adoption import Adoption
+from engine_adapter.blocks.entry import NO_PAGES, NO_SLOTS, Entry, Phase
 from engine_adapter.blocks.seals import seals
 from engine_adapter.blocks.write_through import WriteThrough
+from engine_adapter.blocks.wrong_blocks import WrongBlocks
 from engine_adapter.copying.copier import Copier
 from engine_adapter.loading.ahead import LoadAhead
 from engine_adapter.loading.arrival import Arrival
@@ -36,53 +37,18 @@ from engine_adapter.loading.layer_groups import LayerGroups
 from engine_adapter.loading.load import Load
 from engine_adapter.loading.pace import Pace
 from engine_adapter.loading.plans import LoadPlans
-from kvstore.client import Changed, Lost, Namespace, PendingGrant, Session, SlotRun
+from kvstore.client import Changed, Lost, Namespace, Session, SlotRun
 from kvstore.errors import Unavailable
-from kvstore.identity import HashChain
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome
 
 __all__ = ["KvstoreBlockManager"]
 
 _U32 = NDArray[np.uint32]
-_NO_SLOTS: _U32 = np.empty(0, dtype=np.uint32)
-_NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 _MAX_UNUSED_S = 0.5
 """How long pages may wait for room in DRAM, or for the engine to ask again, while another request lacks pages."""
 _RETRY_S = 0.02
 """After an answer that was short of slots: ask again no sooner, unless the store says that something changed."""
-
-
-class _Phase(IntEnum):
-    QUEUED = 0
-    ASKED = 1
-    LOADING = 2
-    ADMITTED = 3
-
-
-@dataclass(slots=True)
-class _Request:
-    lease: int
-    chain: HashChain
-    cap_blocks: int  # most blocks that may be hits: one token is always computed
-    found: NDArray[np.uint8]  # tiers of the leading run when it was enqueued
-    patience_until: float = 0.0  # then it computes what others are computing; 0: has not asked yet
-    phase: _Phase = _Phase.QUEUED
-    asked_at: float = 0.0  # when the engine last wanted to admit it
-    retry_at: float = 0.0
-    changed: bool = False  # the store said so since it asked
-    seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed
-    private: bool = False  # it has asked for slots of its own for blocks that others are computing
-    grant: PendingGrant | None = None
-    load: Load | None = None  # that its admission waits for, or its first step
-    admission: Admission | None = None
-    slots: _U32 = field(default_factory=lambda: _NO_SLOTS)  # block table, as slots
-    pages: NDArray[np.int32] = field(default_factory=lambda: _NO_PAGES)  # and as pages of this process
-    sealed_blocks: int = 0  # blocks that are hits, or whose seal was staged
-    named_blocks: int = 0  # of its chain, in its last question
-    wait_s: float = 0.0  # for what that has found on its way
-    overtaken: list[range] = field(default_factory=list)  # blocks that were loaded behind computed ones
-    lost: bool = False  # a slot of it is no longer ours: it has to be computed again
 
 
 class KvstoreBlockManager:
@@ -117,11 +83,12 @@ class KvstoreBlockManager:
         self._absence = Absence(clock)
         self._clock = clock
         self._namespace: Namespace = session.open_namespace(parts)
-        self._requests: dict[RequestId, _Request] = {}
-        self._by_lease: dict[int, _Request] = {}
+        self._requests: dict[RequestId, Entry] = {}
+        self._by_lease: dict[int, Entry] = {}
         self._leases = count(1)
         self._num_admitted = 0
         self._pace = Pace()
+        self._wrong = WrongBlocks(session)
         self._ahead = LoadAhead(session, self._namespace, copier, clock)
         self._choice = LoadChoice(session, loads or ChoiceSettings(), clock)
         self._plans = LoadPlans(session, self._namespace, copier, self._choice, self._leases, clock)
@@ -159,7 +126,7 @@ class KvstoreBlockManager:
         chain = self._namespace.chain(token_ids)
         cap_blocks = min((len(token_ids) - 1) // self.block_tokens, self._session.max_message_blocks)
         prompt = chain.hashes[:cap_blocks]
-        entry = _Request(
+        entry = Entry(
             lease=next(self._leases),
             chain=chain,
             cap_blocks=cap_blocks,
@@ -174,7 +141,7 @@ class KvstoreBlockManager:
     def prepare(self, request: RequestId) -> None:
         """See BlockManager."""
         entry = self._requests[request]
-        if entry.phase is _Phase.QUEUED:
+        if entry.phase is Phase.QUEUED:
             self._ahead.begin(request, entry.lease, entry.chain.hashes[: entry.cap_blocks])
 
     def admit(self, request: RequestId, num_tokens: int) -> Admission | None:
@@ -182,18 +149,18 @@ class KvstoreBlockManager:
         self._absorb_events()
         entry = self._requests[request]
         entry.asked_at = self._clock()
-        if entry.phase is _Phase.QUEUED:
+        if entry.phase is Phase.QUEUED:
             self._ask(entry, num_tokens)
-        elif entry.phase is _Phase.ASKED:
+        elif entry.phase is Phase.ASKED:
             self._take_answer(entry, num_tokens)
-        if entry.phase is _Phase.LOADING:
+        if entry.phase is Phase.LOADING:
             self._finish_load(entry, num_tokens)
-        if entry.phase is not _Phase.ADMITTED:
+        if entry.phase is not Phase.ADMITTED:
             return None
         self._ahead.end(request)
         return entry.admission
 
-    def _ask(self, entry: _Request, num_tokens: int) -> None:
+    def _ask(self, entry: Entry, num_tokens: int) -> None:
         now = self._clock()
         if now < entry.retry_at:
             return
@@ -219,9 +186,9 @@ class KvstoreBlockManager:
             reserve=min(reserve, self._session.max_message_blocks),
             private_fill=entry.private,
         )
-        entry.phase = _Phase.ASKED
+        entry.phase = Phase.ASKED
 
-    def _take_answer(self, entry: _Request, num_tokens: int) -> None:
+    def _take_answer(self, entry: Entry, num_tokens: int) -> None:
         assert entry.grant is not None
         if not entry.grant.done():
             if not self._session.available:
@@ -246,12 +213,12 @@ class KvstoreBlockManager:
             )  # the store gave less than was asked for, and believes that it waits
         self._start(entry, grant, extra)
 
-    def _wait_for_change(self, entry: _Request, *, retry_s: float) -> None:
+    def _wait_for_change(self, entry: Entry, *, retry_s: float) -> None:
         """Gives everything back, so that nobody is hindered; asks again when the store says that something changed."""
         assert entry.grant is not None
         entry.grant.abandon()
         entry.grant = None
-        entry.phase = _Phase.QUEUED
+        entry.phase = Phase.QUEUED
         entry.retry_at = 0.0 if entry.changed else self._clock() + retry_s
 
     def _find_slots(self) -> None:
@@ -265,27 +232,28 @@ class KvstoreBlockManager:
         if not self._num_admitted:
             self._session.pause_credit()  # nothing decodes: those in hand may be all that is lacking
 
-    def _start_again(self, entry: _Request) -> None:
+    def _start_again(self, entry: Entry) -> None:
         """A request that does not run yet gives back what it got."""
         self._plans.end(entry.lease)
         if entry.grant is not None:
             entry.grant.abandon()
         self._session.stage(dropped_hbm=entry.slots)
         entry.grant = entry.load = entry.admission = None
-        entry.slots, entry.pages = _NO_SLOTS, _NO_PAGES
-        entry.phase, entry.lost, entry.retry_at = _Phase.QUEUED, False, 0.0
+        entry.slots, entry.pages = NO_SLOTS, NO_PAGES
+        entry.phase, entry.lost, entry.retry_at = Phase.QUEUED, False, 0.0
 
-    def _start(self, entry: _Request, grant: Grant, extra: SlotRun) -> None:
+    def _start(self, entry: Entry, grant: Grant, extra: SlotRun) -> None:
         """Every block has its slot: hits are there or are copied from DRAM, the rest is to be computed."""
         self._session.resume_credit()
         hit = grant.outcomes != Outcome.MISS
         in_dram = grant.outcomes == Outcome.HIT_DRAM
         entry.grant = None
         self._cover(entry, np.concatenate([grant.hbm_slots, grant.reserve_slots, extra.slots]))
+        entry.lost = self._wrong.among(entry.slots)
         entry.sealed_blocks = int(hit.sum())
         outcomes = grant.outcomes[: entry.sealed_blocks]
         entry.admission = admission(outcomes, entry.found, self.block_tokens)
-        entry.phase = _Phase.LOADING
+        entry.phase = Phase.LOADING
         self._plans.begin(entry.lease, entry.sealed_blocks)
         if in_dram.any():
             entry.load = Load(
@@ -294,7 +262,7 @@ class KvstoreBlockManager:
                 SlotRun(slots=grant.hbm_slots[in_dram], generations=grant.hbm_generations[in_dram]),
             )
 
-    def _finish_load(self, entry: _Request, num_tokens: int) -> None:
+    def _finish_load(self, entry: Entry, num_tokens: int) -> None:
         load, admission = entry.load, entry.admission
         if load is not None and not load.loaded and admission is not None:
             load.submit(self._copier, self._arrival(load, admission, num_tokens))
@@ -313,12 +281,12 @@ class KvstoreBlockManager:
             return None
         return self._plans.arrival(self.layer_groups, load, admission.cached_tokens, num_tokens)
 
-    def _note_load(self, entry: _Request) -> None:
+    def _note_load(self, entry: Entry) -> None:
         if entry.load is not None and entry.load.loaded:
             self._plans.loaded(entry.load)
             entry.load = None
 
-    def _start_without_answer(self, entry: _Request, num_tokens: int) -> None:
+    def _start_without_answer(self, entry: Entry, num_tokens: int) -> None:
         """The daemon is away: compute everything in slots of the credit, or ask again later; at last, fail."""
         self._wait_for_change(entry, retry_s=_RETRY_S)
         run = self._session.take_credit(self._blocks(num_tokens))
@@ -330,8 +298,8 @@ class KvstoreBlockManager:
         elif self._absence.seconds() >= self._away_s:
             raise Unavailable("the daemon is away: start `kvstore serve`")
 
-    def _admit(self, entry: _Request) -> None:
-        entry.phase = _Phase.ADMITTED
+    def _admit(self, entry: Entry) -> None:
+        entry.phase = Phase.ADMITTED
         self._plans.admitted(entry.lease, entry.sealed_blocks)
         self._num_admitted += 1
         self._pace.let_in(self._clock(), len(self._requests) - self._num_admitted)
@@ -402,7 +370,7 @@ class KvstoreBlockManager:
         self._ahead.end(request)
         if entry.grant is not None:
             entry.grant.abandon()
-        if entry.phase is _Phase.ADMITTED:
+        if entry.phase is Phase.ADMITTED:
             self._num_admitted -= 1
         else:
             self._session.cancel(entry.lease)
@@ -415,6 +383,14 @@ class KvstoreBlockManager:
         hashes = self._requests[request].chain.hashes[block : block + 1].copy()
         report = functools.partial(self._session.report_wrong, self._namespace, hashes, detail)
         threading.Thread(target=report, name="report-wrong", daemon=True).start()
+
+    def take_wrong(self) -> list[RequestId]:
+        """See BlockManager."""
+        self._absorb_events()
+        lost = [
+            name for name, entry in self._requests.items() if entry.lost and entry.phase is Phase.ADMITTED
+        ]
+        return [request for request in lost if self._wrong.among(self._requests[request].slots)]
 
     def computing(self, steps: int) -> None:
         """See BlockManager."""
@@ -429,7 +405,7 @@ class KvstoreBlockManager:
         self._keep_in_touch()
         waiting = self._requests.values()
         retries = [
-            entry.retry_at for entry in waiting if entry.phase is _Phase.QUEUED or self._may_go_on(entry)
+            entry.retry_at for entry in waiting if entry.phase is Phase.QUEUED or self._may_go_on(entry)
         ]
         soonest = max(0.001, min(retries) - self._clock()) if retries else timeout_s
         self._session.wait(min(timeout_s, soonest))
@@ -450,7 +426,7 @@ class KvstoreBlockManager:
         on_disk = np.flatnonzero(tiers == Tier.NVME)
         return int(on_disk[0]) if len(on_disk) else len(tiers)
 
-    def _computed_here(self, entry: _Request, block: int) -> bool:
+    def _computed_here(self, entry: Entry, block: int) -> bool:
         """Whether another request of this engine computes this block, or is about to: then it need not be done twice.
 
         So of 64 requests whose common prefix some other process was computing and does not, one computes it.
@@ -460,33 +436,38 @@ class KvstoreBlockManager:
         wanted = entry.chain.hashes[block]
         return any(
             other is not entry
-            and (other.phase > _Phase.ASKED or (other.phase is _Phase.ASKED and other.private))
+            and (other.phase > Phase.ASKED or (other.phase is Phase.ASKED and other.private))
             and not other.lost
             and other.sealed_blocks <= block < len(other.chain)
             and bool((other.chain.hashes[block] == wanted).all())
             for other in self._requests.values()
         )
 
-    def _may_go_on(self, entry: _Request) -> bool:
+    def _may_go_on(self, entry: Entry) -> bool:
         """Whether what a waiting request waits for is here."""
-        if entry.phase is _Phase.ASKED:
+        if entry.phase is Phase.ASKED:
             return entry.grant is not None and entry.grant.done()
-        return entry.phase is _Phase.LOADING and (entry.load is None or entry.load.loaded)
+        return entry.phase is Phase.LOADING and (entry.load is None or entry.load.loaded)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    def _cover(self, entry: _Request, slots: _U32) -> None:
+    def _cover(self, entry: Entry, slots: _U32) -> None:
         """Appends slots to the block table."""
         entry.slots = np.concatenate([entry.slots, slots])
         entry.pages = np.concatenate([entry.pages, self._session.hbm.page_of(slots)])
 
-    def _seal(self, entry: _Request, blocks: range) -> None:
+    def _seal(self, entry: Entry, blocks: range) -> None:
         if len(blocks):
             records = seals(self._session, self._namespace, entry.chain.hashes, entry.slots, blocks)
             self._session.stage(seals=records)
 
     def _absorb_events(self) -> None:
+        if self._wrong.news():
+            self._ahead.yield_pages()
+            for each in self._requests.values():
+                self._plans.end(each.lease)
+                each.lost |= self._wrong.among(each.slots)
         for event in self._session.poll():
             if isinstance(event, Changed):
                 for lease in event.leases:
@@ -495,6 +476,6 @@ class KvstoreBlockManager:
             elif isinstance(event, Lost):
                 for entry in self._requests.values():
                     self._plans.end(entry.lease)
-                    if entry.phase is _Phase.ASKED and self._may_go_on(entry):
+                    if entry.phase is Phase.ASKED and self._may_go_on(entry):
                         self._start_again(entry)
                     entry.lost |= bool(np.isin(entry.slots, event.hbm_slots).any())

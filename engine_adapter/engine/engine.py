@@ -227,6 +227,8 @@ class Engine:
         """Compute one step; what came out of it. Empty when nothing could run: see `idle_wait`."""
         if self._canary is not None and self._canary.due:
             self._look_again(self._canary)
+        for request_id in self._blocks.take_wrong():
+            self._start_over(request_id)
         outputs, self._held = self._held, []
         chunks = self._scheduler.schedule()
         outputs += [self._fail(self._live[it.request.id], it.error) for it in self._scheduler.take_refused()]
@@ -269,6 +271,18 @@ class Engine:
             self._blocks.report_wrong(request.id, block, difference)
             error = Corruption(f"block {block} of the cached prefix is wrong: {difference}; ask again")
             self._held.append(self._fail(live, error))
+
+    def _start_over(self, request_id: RequestId) -> None:
+        """A block that a request was computed with is wrong: again from the start, unless some of its answer is out."""
+        self._settle()
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        if live.request.num_generated:
+            error = Corruption("a block of the cached prefix was found wrong after it was used; ask again")
+            self._held.append(self._fail(live, error))
+        else:
+            self._scheduler.restart(live.request)
 
     def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]

@@ -89,6 +89,10 @@ class PlainBlockManager:
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
         """See BlockManager. Nothing is cached here."""
 
+    def take_wrong(self) -> list[RequestId]:
+        """See BlockManager. Nothing is cached here."""
+        return []
+
     def computing(self, steps: int) -> None:
         """See BlockManager. Nothing is copied."""
 

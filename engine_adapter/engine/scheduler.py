@@ -211,6 +211,11 @@ class Scheduler:
         self._preempt(victim)
         return victim is not request and self._blocks.reserve(request.id, len(request.tokens))
 
+    def restart(self, request: Request) -> None:
+        """What a request has computed is wrong: again from the start, where it runs. No step is in flight."""
+        if request in self._running:
+            self._preempt(request)
+
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         request.num_preemptions += 1

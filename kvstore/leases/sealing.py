@@ -16,6 +16,7 @@ from kvstore.recorder import Event
 from kvstore.state import StoreState
 from kvstore.tables.slots import SlotPool
 from kvstore.tables.table import distinct
+from kvstore.trust.distrusting import distrust_fills
 
 __all__ = ["Sealing"]
 
@@ -45,6 +46,8 @@ class Sealing:
             good &= False
         kept = good.copy()
         kept[good] = self._state.uses.may_write(session.use, seals["namespace"][good])
+        if self._state.spoiled & session.holder:  # what it computes now may be computed from a wrong block
+            kept &= ~pool.filling(np.where(good, slots, NONE))
         at = np.flatnonzero(kept)
         at, repeated = self._first_of_each_slot(at, slots)
         if len(at):
@@ -195,6 +198,8 @@ class Sealing:
         if session.device is None or not len(copies):
             return
         state = self._state
+        if state.spoiled & session.holder:
+            self._loads_of_wrong_blocks(session, copies)
         source, target = self._believed(session, copies, state.dram, state.hbm)
         rows = state.dram.row[source]
         mine = state.hbm.row[target]
@@ -204,12 +209,24 @@ class Sealing:
         free = ~linked & (state.columns.hbm[session.device, rows] == NONE)
         free[free] = _firsts(rows[free])
         publish = linked | free
+        if not publish.all():
+            state.copied.note(target[~publish], rows[~publish], state.words(rows[~publish]))
         rows, target = rows[publish], target[publish]
         state.fault("loads.begin")
         state.complete(Tier.HBM, rows, target, session.device)
         state.counters["loads"] += len(rows)
         state.recorder.note(Event.LOADED, session.id, len(rows))
         state.waits.resolved(rows)
+
+    def _loads_of_wrong_blocks(self, session: Session, copies: Records) -> None:
+        """The targets hold what was found wrong while it was copied."""
+        state = self._state
+        source, target = copies["source"], copies["target"]
+        wrong = state.held_slots(state.dram, source, copies["source_generation"], session.holder)
+        wrong &= state.held_slots(state.hbm, target, copies["target_generation"], session.holder)
+        wrong &= state.dram.distrusted(np.where(wrong, source, NONE))
+        wrong &= state.hbm.filling(np.where(wrong, target, NONE))
+        distrust_fills(state, np.unique(target[wrong]))
 
     def stores(self, session: Session, copies: Records) -> None:
         """HBM → DRAM copies that have ended: the DRAM slot holds the block; it stays held until it is released."""

@@ -157,6 +157,10 @@ class SlotPool:
         """[n] whether each (NONE allowed) is being filled."""
         return self._is(slots, SlotState.FILLING)
 
+    def distrusted(self, slots: U32) -> NDArray[np.bool_]:
+        """[n] whether each (NONE allowed) holds a block that was found wrong."""
+        return self._is(slots, SlotState.DISTRUSTED)
+
     def _is(self, slots: U32, wanted: SlotState) -> NDArray[np.bool_]:
         known = slots != NONE
         safe = slots if known.all() else np.where(known, slots, np.uint32(0))

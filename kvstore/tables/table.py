@@ -38,7 +38,7 @@ def distinct(hashes: U64) -> NDArray[np.bool_]:
 class BlockTable:
     """Operations on rows. Arrays of rows hold no duplicates and no NONE where not said."""
 
-    __slots__ = ("_fault", "_free", "columns", "index", "runs")
+    __slots__ = ("_fault", "_free", "_reserved", "born", "columns", "index", "runs")
 
     def __init__(self, columns: Columns, fault: Callable[[str], None]) -> None:
         self.columns = columns
@@ -46,6 +46,9 @@ class BlockTable:
         self._fault = fault
         self._free: NDArray[np.bool_] = states(columns.state) == State.FREE
         self.runs = FreeRuns(self._free)
+        self.born: U32 = np.zeros(columns.shape.max_rows, dtype=np.uint32)
+        """[rows] in which call of `reserve` each was; 0: before this daemon, or found on disk."""
+        self._reserved = 0
         for base in range(0, columns.shape.max_rows, _WINDOW_ROWS):
             self.runs.add_range(base, min(_WINDOW_ROWS, columns.shape.max_rows - base))
 
@@ -118,6 +121,8 @@ class BlockTable:
         columns.hbm[:, rows] = NONE
         columns.dram[rows] = NONE
         columns.nvme[rows] = NONE
+        self._reserved += 1
+        self.born[rows] = self._reserved
         self._fault("rows.columns")
         columns.state[rows] = (columns.state[rows] & ~_STATE_BITS) | np.uint64(State.FILLING)
         self._fault("rows.filling")

@@ -219,6 +219,7 @@ class Loading:
         if pool.meter is not None:
             pool.meter.gained(pool, slots)
         state.fault("load.sealed")
+        state.table.born[rows] = 0  # all of one load: their parents are not later than they
         columns.state[rows] |= np.uint64(State.SEALED)
         state.fault("load.rows")
         state.rankings.strangers_came(Tier.NVME)

@@ -1,7 +1,13 @@
 """Taking back blocks whose bytes are not to be believed, also those that somebody holds.
 
-A copy that nobody holds is dropped. One that is held cannot be: its bytes may be on their way to a GPU. It becomes a
-private slot of its holders, which is found no more, is published no more, and is free when the last of them lets go.
+A copy that nobody holds is dropped. One that is held cannot be: its bytes may be on their way to a GPU, or have been
+computed with. It becomes DISTRUSTED: found no more, published no more, free when the last holder lets go. Until then
+nothing that a holder computes is published, since it may have been computed from those bytes: an engine keeps the slots
+of a request for as long as it computes it, so what was computed from a wrong block is sealed before that block is let
+go of. The mark is in the slot, so a restart forgets none of this. What was published before goes as well: everything
+below the block in its chains (`kvstore.trust.lineage`), in every tier.
+
+A copy in HBM that no row names, because another was there first, is known by what it was loaded from.
 """
 
 from __future__ import annotations
@@ -10,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.layout import MOVER_BIT, NONE, SlotState, Tier
-from kvstore.moves import U32, MissCause
+from kvstore.moves import U32, U64, MissCause
 from kvstore.recorder import Event
 from kvstore.state import StoreState
 
-__all__ = ["busy_rows", "distrust"]
+__all__ = ["busy_rows", "distrust", "distrust_fills"]
 
 _MOVERS = np.uint64(0xFFFF << MOVER_BIT)
 
@@ -27,19 +33,30 @@ def busy_rows(state: StoreState, rows: U32) -> NDArray[np.bool_]:
     return moved
 
 
-def distrust(state: StoreState, rows: U32, tiers: tuple[Tier, ...]) -> None:
-    """No copy of these SEALED rows in these tiers is given out any more. No row is busy; none stands twice."""
+def distrust(state: StoreState, rows: U32, words: U64, tiers: tuple[Tier, ...]) -> None:
+    """No copy of these rows in these tiers is given out any more. No row is busy; none stands twice.
+
+    `words` [n]: their state words while the copies were given out.
+    """
+    private = state.copied.copies_of(rows, words)
+    distrust_fills(state, private[state.hbm.filling(private)])
     for device in range(state.columns.shape.devices):
         loading = state.columns.hbm[device, rows]
-        loading = loading[state.hbm.filling(loading)]
-        if len(loading):
-            state.unlink_fills(loading)
+        distrust_fills(state, loading[state.hbm.filling(loading)])
     for tier in tiers:
         for device in range(state.columns.shape.devices if tier is Tier.HBM else 1):
             slots = state.table.column(tier, device)[rows]
             slots = slots[state.pool(tier).sealed(slots)]
             if len(slots):
                 _distrust_copies(state, tier, device, slots)
+
+
+def distrust_fills(state: StoreState, slots: U32) -> None:
+    """FILLING HBM slots hold wrong bytes, or soon will: a copy out of a wrong block."""
+    if not len(slots):
+        return
+    state.unlink_fills(slots)
+    _mark(state, Tier.HBM, slots)
 
 
 def _distrust_copies(state: StoreState, tier: Tier, device: int, slots: U32) -> None:
@@ -56,8 +73,7 @@ def _distrust_copies(state: StoreState, tier: Tier, device: int, slots: U32) -> 
 def _make_private(state: StoreState, tier: Tier, device: int, slots: U32) -> None:
     pool = state.pool(tier)
     rows = pool.row[slots]
-    pool.set_state(slots, SlotState.FILLING)
-    state.fault("distrust.filling")
+    _mark(state, tier, slots)
     state.table.column(tier, device)[rows] = NONE
     state.fault("distrust.unlinked")
     pool.row[slots] = NONE
@@ -66,3 +82,10 @@ def _make_private(state: StoreState, tier: Tier, device: int, slots: U32) -> Non
         state.ghosts.note(state.columns.hash[last], MissCause.CORRUPT)
         state.table.free(last)
     state.waits.resolved(rows)
+
+
+def _mark(state: StoreState, tier: Tier, slots: U32) -> None:
+    state.pool(tier).set_state(slots, SlotState.DISTRUSTED)
+    state.fault("distrust.marked")
+    state.columns.distrusts[0] += np.uint64(1)
+    state.count_spoiled()

@@ -51,7 +51,7 @@ def _check_pool(state: StoreState, tier: Tier) -> list[str]:
             inside[base : base + size] += 1
             if (pool.extent[base : base + size] != extent).any():
                 faults.append(f"{name}: slots of extent {extent} name another extent")
-            if np.bincount(now[base : base + size], minlength=4)[:4].sum() != size:
+            if (now[base : base + size] > max(SlotState)).any():
                 faults.append(f"{name}: slots of extent {extent} are in an unknown state")
     faults += _count(inside > 1, f"{name} slots lie in two extents")
     faults += _count((inside == 0) & (now != SlotState.FREE), f"{name} slots are used and lie in no extent")
@@ -72,6 +72,9 @@ def _check_pool(state: StoreState, tier: Tier) -> list[str]:
         faults += _count((now == SlotState.FREE) & (pool.holders != 0), f"free {name} slots are held")
         filling = now == SlotState.FILLING
         faults += _count(filling & (pool.holders == 0), f"filling {name} slots are held by nobody")
+        distrusted = now == SlotState.DISTRUSTED
+        faults += _count(distrusted & (pool.holders == 0), f"distrusted {name} slots are held by nobody")
+        faults += _count(distrusted & (pool.row != NONE), f"distrusted {name} slots name a row")
         # Without a row it is a block that was taken back while several read it.
         shared = filling & ((pool.holders & (pool.holders - np.uint64(1))) != 0) & (pool.row != NONE)
         faults += _count(shared, f"filling {name} slots have two holders")

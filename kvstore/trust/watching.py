@@ -20,6 +20,7 @@ from kvstore.recorder import Event, Recorder
 from kvstore.state import StoreState
 from kvstore.tiering.flights import Flights
 from kvstore.trust.distrusting import busy_rows, distrust
+from kvstore.trust.lineage import descendants
 
 __all__ = ["Watching", "WrongBlock"]
 
@@ -51,7 +52,8 @@ class Watching:
             slots, dtype=np.uint64
         )  # under which the sum holds; 0: none is known
         self._checking = 0
-        self._condemned: dict[tuple[int, int], tuple[Tier, ...]] = {}  # row and its state word → tiers
+        self._condemned: list[tuple[U32, U64, U64]] = []
+        """Rows that were CLEARED and have copies still, their words since, and before."""
         self._wrong: list[WrongBlock] = []
         state.counters["wrong_blocks"] += 0
         state.counters["canary_blocks"] += 0
@@ -139,17 +141,37 @@ class Watching:
         return len(rows)
 
     def _condemn(self, rows: U32, tiers: tuple[Tier, ...]) -> None:
-        for row in rows.tolist():
-            place = (row, int(self._state.columns.state[row]))
-            self._condemned[place] = max(tiers, self._condemned.get(place, tiers), key=len)
+        """Takes these SEALED rows back in these tiers, and in all what may have been computed from them.
+
+        Nothing of it is a hit from now on, also for who takes the tables over; what a mover is at work on has its slots
+        until that has ended. A row of which nothing will be left is such a one from the beginning.
+        """
+        state = self._state
+        below = descendants(state.table, rows)
+        if tiers != _EVERYWHERE:
+            stays = state.nvme.sealed(state.columns.nvme[rows]) & ~busy_rows(state, rows)
+            if stays.any():
+                distrust(state, rows[stays], state.words(rows[stays]), tiers)
+            rows = rows[~stays]
+        gone = np.concatenate((rows, below))
+        before = state.words(gone)
+        state.table.clear(gone)
+        state.counters["distrusted_blocks"] += len(gone)
+        for load in state.loads:  # it may be about to enter more of what was computed from them
+            for namespace in np.unique(state.columns.namespace[gone]).tolist():
+                load.clear(namespace)
+        self._condemned.append((gone, state.words(gone), before))
         self.carry_out()
 
     def carry_out(self) -> None:
         """Takes condemned blocks back: those that a mover is at work on once it has ended. Cheap without any."""
-        for (row, word), tiers in list(self._condemned.items()):
-            rows = np.array([row], dtype=np.uint32)
-            if int(self._state.columns.state[row]) == word:
-                if busy_rows(self._state, rows)[0]:
-                    continue
-                distrust(self._state, rows, tiers)
-            del self._condemned[row, word]
+        if not self._condemned:
+            return
+        state = self._state
+        rows, words, before = (np.concatenate(parts) for parts in zip(*self._condemned, strict=True))
+        still = state.words(rows) == words
+        busy = still & busy_rows(state, rows)
+        self._condemned = [(rows[busy], words[busy], before[busy])] if busy.any() else []
+        ready = still & ~busy
+        if ready.any():
+            distrust(state, rows[ready], before[ready], _EVERYWHERE)

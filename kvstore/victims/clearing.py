@@ -32,7 +32,7 @@ def clear(state: StoreState, namespace: int | None) -> ClearResult:
     busy |= _held(state, Tier.DRAM, columns.dram[rows])
     gone = rows[~busy]
     state.table.clear(gone)
-    state.cleared.append(gone)
+    state.cleared.append((gone, state.words(gone)))
     sweep(state)
     for load in state.loads:
         load.clear(namespace)
@@ -45,17 +45,17 @@ def clear(state: StoreState, namespace: int | None) -> ClearResult:
 def sweep(state: StoreState) -> None:
     """The background's part: the slots of some cleared blocks are free again."""
     while state.cleared:
-        waiting = state.cleared.popleft()
-        rows, rest = waiting[:_ROWS_A_TURN], waiting[_ROWS_A_TURN:]
-        rows = rows[state.table.cleared(rows)]  # eviction may have been there first
+        waiting, words = state.cleared.popleft()
+        rows = waiting[:_ROWS_A_TURN]
+        rows = rows[state.words(rows) == words[:_ROWS_A_TURN]]  # eviction may have been there first
         for tier in Tier:
             for device in range(state.columns.shape.devices if tier is Tier.HBM else 1):
                 slots = state.table.column(tier, device)[rows]
                 slots = slots[slots != NONE]
                 if len(slots):
                     state.drop_copies(tier, slots, MissCause.CLEARED)
-        if len(rest):
-            state.cleared.appendleft(rest)
+        if len(waiting) > _ROWS_A_TURN:
+            state.cleared.appendleft((waiting[_ROWS_A_TURN:], words[_ROWS_A_TURN:]))
         if len(rows):
             return
 

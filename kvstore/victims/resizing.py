@@ -76,8 +76,8 @@ def drop_extent(state: StoreState, extent: int) -> None:
     sealed = slots[pool.sealed(slots)]
     if len(sealed):
         state.drop_copies(tier, sealed, MissCause.DROPPED)
-    quarantined = slots[pool.states(slots) == SlotState.QUARANTINED]
-    pool.free(quarantined)
+    pool.free(slots[np.isin(pool.states(slots), (SlotState.QUARANTINED, SlotState.DISTRUSTED))])
+    state.count_spoiled()
     state.extents.remove(extent)
     state.recorder.note(Event.EXTENT_DROPPED, tier, 0, extent)
 

@@ -36,6 +36,7 @@ class PrefixCacheBlocks:
         self.calls: list[str] = []
         self.under_way: list[int] = []
         self.wrong: list[tuple[int, str]] = []
+        self.found_wrong: list[RequestId] = []
         self.ahead: dict[RequestId, int] = {}
         self.prepared: list[RequestId] = []
 
@@ -138,6 +139,16 @@ class PrefixCacheBlocks:
         key = self.tables[request].keys[block]
         self.sealed.pop(key, None)
         self.wrong.append((block, detail))
+
+    def take_back(self, prompt: Sequence[int]) -> None:
+        """The block at the end of a prompt is found wrong by somebody else: it goes, with all that is below it."""
+        for key in [key for key in self.sealed if key[: len(prompt)] == tuple(prompt)]:
+            page = self.sealed.pop(key)
+            if not self.refs[page]:
+                self.free.append(page)
+
+    def take_wrong(self) -> list[RequestId]:
+        return [request for request in self.found_wrong if request in self.tables]
 
     def computing(self, steps: int) -> None:
         self.under_way.append(steps)

@@ -108,3 +108,32 @@ def test_without_a_page_to_spare_nothing_is_checked(tiny_model: LoadedModel) -> 
     assert engine._canary is not None
     assert engine._canary.checked_blocks == 0
     blocks.check_integrity()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_block_that_others_find_wrong_is_computed_again_or_ends_the_request(
+    tiny_model: LoadedModel, answered: bool
+) -> None:
+    """What was computed with it, and what is still in flight, is not used; a half answer is not gone on with."""
+    prompt = random_tokens(300, seed=1)
+    blocks = cache(tiny_model)
+    engine = Engine(tiny_model, blocks, EngineSettings(chunk_tokens=64, canary_every=0))
+    right = engine.generate([prompt], SOME)
+    blocks.take_back(prompt[: 3 * BLOCK])
+    damage(blocks, prompt, 1, 17, 5.0)
+    request = engine.add_request(prompt, SOME)
+    outputs = engine.step()
+    while answered and not outputs:
+        outputs = engine.step()
+    assert bool(outputs) is answered
+    blocks.take_back(prompt[: 2 * BLOCK])
+    blocks.found_wrong = [request]
+    outputs = engine.step()
+    blocks.found_wrong = []
+    outputs += list(engine.run())
+    if answered:
+        assert isinstance(outputs[-1].error, Corruption)
+        assert not any(output.token_ids for output in outputs)
+    else:
+        assert [tuple(token for output in outputs for token in output.token_ids)] == tokens_of(right)
+    blocks.check_integrity()
