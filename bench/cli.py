@@ -25,6 +25,7 @@ from bench.output import (
     finish,
     progress,
 )
+from bench.pressure_command import pressure
 from bench.report import Figure
 
 __all__ = ["app"]
@@ -36,7 +37,7 @@ app.command()(engine_commands.prefetch)
 app.command()(engine_commands.ttft)
 app.command()(engine_commands.decode)
 app.command()(engine_commands.prefill)
-app.command()(engine_commands.pressure)
+app.command()(pressure)
 app.command()(engine_commands.planner)
 app.command()(engine_commands.guard)
 app.command("all")(engine_commands.every)

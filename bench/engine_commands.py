@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,9 +15,8 @@ from bench import guard as guard_bench
 from bench import planner as planner_bench
 from bench import prefetch as prefetch_bench
 from bench import prefill as prefill_bench
-from bench import pressure as pressure_bench
 from bench import ttft as ttft_bench
-from bench.engine_figures import decode_figures, prefill_figures, pressure_figures, ttft_figures
+from bench.engine_figures import decode_figures, prefill_figures, ttft_figures
 from bench.machine import document
 from bench.output import (
     DeviceOption,
@@ -37,10 +35,9 @@ from bench.output import (
 from bench.plots import draw_folder
 from bench.report import write_result
 from bench.short import run_all, summary_table
-from engine_adapter.engine.device import resolve_device
 from kvstore.errors import KvstoreError
 
-__all__ = ["decode", "every", "guard", "planner", "plot", "prefetch", "prefill", "pressure", "ttft"]
+__all__ = ["decode", "every", "guard", "planner", "plot", "prefetch", "prefill", "ttft"]
 
 
 def ttft(
@@ -179,60 +176,6 @@ def prefetch(
     finish("prefetch", asdict(found), prefetch_bench.figures, as_json=as_json, save=save, out=out)
 
 
-_Cells = Annotated[
-    list[str] | None,
-    typer.Option("--cell", help="Only this cell, like 8/round_robin/dram; more than one. Else all."),
-]
-
-
-def pressure(
-    *,
-    as_json: JsonOption = False,
-    short: ShortOption = False,
-    save: SaveOption = False,
-    out: OutOption = None,
-    folder: FolderOption = None,
-    device: DeviceOption = "auto",
-    model: ModelOption = None,
-    worker: WorkerOption = None,
-    cell: _Cells = None,
-) -> None:
-    """Long documents whose KV is 2, 4 and 8 times the HBM, visited again: times and hits by tiers.
-
-    With --out each cell is written as soon as it is there, beside those that the file already has: the grid can be made
-    in pieces.
-    """
-    plan = pressure_bench.plan_for(device, short=short)
-    if model is not None:
-        plan = replace(plan, model=model)
-    wanted = [pressure_bench.parse_cell(text) for text in cell] if cell else list(plan.cells)
-    cells: dict[str, Any] = {found["cell"]: found for found in _stored_cells(out)}
-    result: dict[str, Any] = {}
-    with progress() as say:
-        for chosen in wanted:
-            try:
-                found = asdict(
-                    pressure_bench.measure_cell(
-                        plan,
-                        chosen,
-                        say,
-                        device=device,
-                        parent=checked(folder),
-                        worker=worker_settings(worker),
-                    )
-                )
-            except KvstoreError as error:
-                found = {"cell": str(chosen), "error": str(error)}
-                Console(stderr=True).print(f"{chosen}: {error}", markup=False)
-            cells[str(chosen)] = found
-            result = {"device": resolve_device(device), "plan": _sizes(plan), "cells": list(cells.values())}
-            if out is not None:
-                _write(out, result)
-    finish("pressure", result, pressure_figures, as_json=as_json, save=save)
-    if all("error" in cells[str(chosen)] for chosen in wanted):
-        raise KvstoreError(f"no cell could be measured: {cells[str(wanted[0])]['error']}")
-
-
 def _keeping(out: Path | None) -> Callable[[Mapping[str, object]], None]:
     """Writes what is known so far to `--out`, where there is one."""
     return lambda known: None if out is None else _write(out, known)
@@ -240,18 +183,6 @@ def _keeping(out: Path | None) -> Callable[[Mapping[str, object]], None]:
 
 def _write(out: Path, result: Mapping[str, object]) -> None:
     write_result(out.stem, document(result), out.parent)
-
-
-def _sizes(plan: pressure_bench.PressurePlan) -> dict[str, object]:
-    return {name: value for name, value in asdict(plan).items() if name != "cells"}
-
-
-def _stored_cells(out: Path | None) -> list[dict[str, Any]]:
-    if out is None or not out.is_file():
-        return []
-    cells = json.loads(out.read_text(encoding="utf-8"))["results"]["cells"]
-    assert isinstance(cells, list)
-    return cells
 
 
 def every(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, prefill, pressure, ttft
+from bench import decode, prefill, pressure, pressure_plan, ttft
 from bench.rates import pinned_copy_bytes_per_s, product_flops_per_s, read_bytes_per_s
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_ttft_finds_every_prompt_in_every_tier() -> None:
 @pytest.mark.timeout(200)
 def test_a_cell_of_pressure() -> None:
     plan = replace(
-        pressure.CUDA_SHORT,
+        pressure_plan.CUDA_SHORT,
         model="llama-tiny",
         hbm="8MiB",
         dram="64MiB",
@@ -68,6 +68,6 @@ def test_a_cell_of_pressure() -> None:
         visits=4,
     )
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        cell = pressure.parse_cell("2/round_robin/dram")
+        cell = pressure_plan.parse_cell("2/round_robin/dram")
         found = pressure.measure_cell(plan, cell, silent, device="cuda:0", parent=Path(folder))
     assert found.hit_rate > 0.5
