@@ -114,6 +114,15 @@ def ttft_figures(result: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
+def _last_round(cell: Mapping[str, Any]) -> list[Figure]:
+    """Where documents are visited in a round, and more than once."""
+    by_round = cell.get("hit_rate_by_round", ())
+    if len(by_round) < 2:
+        return []
+    name = f"{cell['cell']} hits, last round"
+    return [Figure(name=name, value=by_round[-1], unit="", larger_is_better=True)]
+
+
 def pressure_figures(result: Mapping[str, Any]) -> list[Figure]:
     """Each cell's times, rate and hits; a cell that failed has none."""
     figures = []
@@ -128,6 +137,7 @@ def pressure_figures(result: Mapping[str, Any]) -> list[Figure]:
                 name=f"{name} answers", value=cell["tokens_per_s"], unit="tokens/s", larger_is_better=True
             ),
             Figure(name=f"{name} hits", value=cell["hit_rate"], unit="", larger_is_better=True),
+            *_last_round(cell),
             Figure(
                 name=f"{name} hits of a plain LRU",
                 value=cell["plain_lru_hit_rate"],

@@ -33,6 +33,7 @@ class PressureCells:
             raise InvalidArgument(
                 f"--out: {path} has cells of other sizes or another device: name another file"
             )
+        self._take(found)
 
     def measured(self) -> set[str]:
         """Names of those that were measured; of what failed there is nothing."""
