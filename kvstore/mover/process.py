@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import resource
 import select
@@ -195,16 +196,20 @@ class Mover:
     def _start(self, moves: Moves) -> None:
         with self._sending:
             self._outstanding += len(moves)
-        checks = moves["kind"] == MoveKind.VERIFY
-        for at in np.flatnonzero(checks).tolist():
-            self._queue.put_write(functools.partial(self._check, moves[at : at + 1]))
-        moves = moves[~checks]
-        self._queue_pieces([piece for piece in self._storage.pieces(moves) if not self._slabs.held(piece)])
+        self._queue_pieces([piece for piece in self._storage.pieces(moves) if not self._waits(piece)])
+
+    def _waits(self, piece: Moves) -> bool:
+        """Whether a piece is kept until its slab is open; a check needs none."""
+        return int(piece["kind"][0]) != MoveKind.VERIFY and self._slabs.held(piece)
 
     def _queue_pieces(self, pieces: list[Moves]) -> None:
         """Any thread: pieces whose slab is open, or is not to be had."""
         for piece in pieces:
-            if int(piece["kind"][0]) == MoveKind.WRITE:
+            kind = int(piece["kind"][0])
+            if kind == MoveKind.VERIFY:
+                for at in range(len(piece)):
+                    self._queue.put_write(functools.partial(self._check, piece[at : at + 1]))
+            elif kind == MoveKind.WRITE:
                 self._queue.put_write(functools.partial(self._write, piece))
             else:
                 self._queue.put_read(functools.partial(self._read, piece))
@@ -410,6 +415,7 @@ def main(arguments: list[str]) -> int:
         os.nice(config.nice)
         sock.setblocking(False)
         lock_fd = int(arguments[1]) if len(arguments) > 1 else None
+        gc.freeze()  # what was imported stays: a full collection would walk through all of it, in the middle of a move
         Mover(sock, config, lock_fd, _disk(config, os.environ)).run()
     return 0
 

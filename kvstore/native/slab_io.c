@@ -1,8 +1,9 @@
 /* Moves between DRAM and a slab, compiled: what tiers/nvme/carry.py does in Python, a whole batch without interpreter.
  *
  *     transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults, window) -> failed
- *     checksum(data[, how]) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian; how: avx512, avx2, plain
+ *     checksum(data[, how]) -> the xxh3-128 of at least 241 bytes, 16 bytes little-endian; how: see xxh3.h
  *     is_queued(fd, data) -> whether the kernel takes a read of `data` from the file and goes on before it has ended
+ *     arrange(moves, shares, piece_bytes, call_bytes, arranged) -> [(begin, end), ...]: tiers/nvme/pieces.py
  *
  * `moves` (MOVE[n]) are to or from a slab of `slots` slots of `slot_bytes`; `bases` and `sizes` (u64[m]) say where
  * each DRAM extent is mapped in this process (0: not). Neighbours on the disk are one call, with the trailers between
@@ -10,8 +11,8 @@
  * below). Answers how many failed; -1, and has done nothing, where the moves are not of one kind, one slab and
  * ascending places.
  *
- * `window`: bytes of writes that may be under way at a time, and of reads half of it, in calls that the kernel has in a
- * queue (io_submit(2)); two calls always may. A thread waits for several of them at once instead of once a call, and
+ * `window`: bytes that may be under way at a time, in calls that the kernel has in a queue (io_submit(2)); two calls
+ * always may. A thread waits for several of them at once instead of once a call, and
  * computes checksums meanwhile. A slot larger than a call is several. 0: one call after the other, a large slot in one;
  * so it is, too, where the kernel gives no queue.
  *
@@ -37,35 +38,17 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "moves.h"
+#include "pieces.h"
 #include "xxh3.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "packed records are little-endian"
 #endif
 
-enum { PAGE = 4096, MOST_SLOTS = 512, READ = 1, WRITE = 2, OK = 0, CORRUPT = 1, IO_ERROR = 2 };
 enum { SHORT = -1, NO_SLOT = -2, NO_MEMORY = -3 }; /* faults; a place in a slab, or in memory, that is not there */
 enum { MOST_CALL_BYTES = (4 << 20) + (64 << 10) }; /* larger calls are no faster */
-enum { DEPTH = 64, PART_BYTES = 4 << 20, TURN_BYTES = 1 << 20 };
-
-/* kvstore/wire/packed.py: MOVE and REPLY. */
-typedef struct {
-    uint64_t id;
-    uint8_t kind, pad;
-    uint16_t dram_extent;
-    uint32_t dram_slot;
-    uint64_t dram_offset, nvme_offset;
-    uint32_t nvme_slot;
-    uint16_t nvme_extent, pad2;
-    uint32_t length, generation, name_space, depth;
-    uint8_t hash[16], parent[16], ns_digest[16];
-} Move;
-
-typedef struct {
-    uint64_t id;
-    uint32_t status, pad;
-    uint8_t checksum[16];
-} Reply;
+enum { DEPTH = 128, PART_BYTES = 4 << 20, TURN_BYTES = 4 << 20 };
 
 /* tiers/nvme/trailer.py. */
 typedef struct {
@@ -78,7 +61,7 @@ typedef struct {
     uint64_t self;
 } Trailer;
 
-_Static_assert(sizeof(Move) == 104 && sizeof(Reply) == 32 && sizeof(Trailer) == 112, "the records have no gaps");
+_Static_assert(sizeof(Trailer) == 112, "the record has no gaps");
 enum { SIGNED = sizeof(Trailer) - sizeof(uint64_t) };
 static const char MAGIC[8] = {'K', 'V', 'S', 'T', 'R', 'A', 'I', 'L'};
 enum { VERSION = 1 };
@@ -505,8 +488,6 @@ static PyObject *carried(Job *job, const Py_buffer *buffers)
         job->kind = job->moves[0].kind;
         job->take = best_take();
         job->queue = job->window ? thread_queue() : 0;
-        if (job->kind == READ)
-            job->window /= 2;
         failed = carry_all(job, (size_t)count);
     }
     Py_END_ALLOW_THREADS
@@ -526,10 +507,48 @@ static PyObject *transfer(PyObject *module, PyObject *arguments)
     job.slots = slots;
     job.slot_bytes = slot_bytes;
     job.written_ms = written_ms;
-    job.window = window; /* of writes */
+    job.window = window;
     PyObject *result = carried(&job, buffers);
     for (int i = 0; i < BUFFERS; i++)
         PyBuffer_Release(&buffers[i]);
+    return result;
+}
+
+/* [(begin, end), ...]; NULL with an error set. */
+static PyObject *as_list(const Piece *pieces, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *pair = Py_BuildValue("(nn)", (Py_ssize_t)pieces[i].begin, (Py_ssize_t)pieces[i].end);
+        if (!pair || PyList_SetItem(list, (Py_ssize_t)i, pair) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *arrange(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Py_buffer moves, arranged;
+    unsigned long long shares, piece_bytes, call_bytes;
+    if (!PyArg_ParseTuple(arguments, "y*KKKw*:arrange", &moves, &shares, &piece_bytes, &call_bytes, &arranged))
+        return NULL;
+    size_t count = (size_t)moves.len / sizeof(Move);
+    PyObject *result = NULL;
+    Place *places = malloc(count * sizeof *places + 1);
+    Piece *pieces = malloc(count * sizeof *pieces + 1);
+    if (!places || !pieces)
+        PyErr_NoMemory();
+    else if (!shares || (size_t)moves.len % sizeof(Move) || arranged.len != moves.len)
+        PyErr_SetString(PyExc_ValueError, "as much room as there are moves, and a share or more");
+    else {
+        sort_moves(moves.buf, count, places, arranged.buf);
+        result = as_list(pieces, cut_moves(arranged.buf, count, shares, piece_bytes, call_bytes, pieces));
+    }
+    free(places);
+    free(pieces);
+    PyBuffer_Release(&moves);
+    PyBuffer_Release(&arranged);
     return result;
 }
 
@@ -593,8 +612,11 @@ static PyMethodDef methods[] = {
     {"transfer", transfer, METH_VARARGS,
      "transfer(fd, slots, slot_bytes, moves, bases, sizes, scratch, written_ms, replies, faults, window)\n--\n\n"
      "Carries out moves of one kind and slab; fills `replies` and `faults`; how many failed, -1: not one piece."},
+    {"arrange", arrange, METH_VARARGS,
+     "arrange(moves, shares, piece_bytes, call_bytes, arranged)\n--\n\n"
+     "Sorts `moves` into `arranged` by kind, slab and place; the pieces that they are cut into, as ranges of it."},
     {"checksum", checksum, METH_VARARGS,
-     "checksum(data, how='')\n--\n\nxxh3-128 of more than 240 bytes; `how`: avx512, avx2 or plain, else the best."},
+     "checksum(data, how='')\n--\n\nxxh3-128 of more than 240 bytes; `how`: as xxh3.h names them, else the best here."},
     {"is_queued", is_queued, METH_VARARGS,
      "is_queued(fd, data)\n--\n\nWhether the kernel takes a read of `data` and goes on before it has ended."},
     {NULL, NULL, 0, NULL},

@@ -66,8 +66,13 @@ static inline uint64_t avalanche(uint64_t h)
  * 8 bytes a stripe. */
 typedef void (*Take)(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count);
 
-/* The processor runs ahead by itself, but not over pages. */
+/* The processor runs ahead by itself, but not over pages. That is enough for AMD's, which then reads memory as fast as it
+ * can (0.030 s/GB on a Zen 4). Intel's keep more reads under way when each line is asked for, into the second cache:
+ * 0.068 s/GB instead of 0.086 on an Emerald Rapids, which takes 0.062 only to add the numbers up; the same costs a Zen 4
+ * half as much again. */
 #define LOOK_AHEAD(data) __builtin_prefetch((data) + AHEAD)
+#define LINE_AHEAD(data) __builtin_prefetch((data) + AHEAD, 0, 2)
+enum { BY_PAGE, BY_LINE };
 
 static void stripes_plain(uint64_t *lanes, const uint8_t *data, size_t count)
 {
@@ -95,9 +100,11 @@ static void take_plain(uint64_t *lanes, const uint8_t *data, size_t blocks, size
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f")))
 
-AVX2 static inline void stripes_avx2(__m256i *sums, const uint8_t *data, size_t count)
+AVX2 static inline void stripes_avx2(__m256i *sums, const uint8_t *data, size_t count, int ahead)
 {
     for (size_t n = 0; n < count; n++, data += STRIPE) {
+        if (ahead == BY_LINE)
+            LINE_AHEAD(data);
         for (int i = 0; i < 2; i++) {
             __m256i value = _mm256_loadu_si256((const __m256i *)data + i);
             __m256i key = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)(secret + 8 * n) + i));
@@ -108,13 +115,13 @@ AVX2 static inline void stripes_avx2(__m256i *sums, const uint8_t *data, size_t 
     }
 }
 
-AVX2 static void take_avx2(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+AVX2 static inline void blocks_avx2(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count, int ahead)
 {
     const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
     __m256i sums[2] = {_mm256_loadu_si256((const __m256i *)lanes), _mm256_loadu_si256((const __m256i *)lanes + 1)};
     for (; blocks; blocks--, data += LONG_BLOCK) {
         LOOK_AHEAD(data);
-        stripes_avx2(sums, data, STRIPES);
+        stripes_avx2(sums, data, STRIPES, ahead);
         for (int i = 0; i < 2; i++) {
             const __m256i key = _mm256_loadu_si256((const __m256i *)(secret + SECRET - STRIPE) + i);
             __m256i x = _mm256_xor_si256(_mm256_xor_si256(sums[i], _mm256_srli_epi64(sums[i], 47)), key);
@@ -122,14 +129,26 @@ AVX2 static void take_avx2(uint64_t *lanes, const uint8_t *data, size_t blocks, 
             sums[i] = _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
         }
     }
-    stripes_avx2(sums, data, count);
+    stripes_avx2(sums, data, count, ahead);
     _mm256_storeu_si256((__m256i *)lanes, sums[0]);
     _mm256_storeu_si256((__m256i *)lanes + 1, sums[1]);
 }
 
-AVX512 static inline __m512i stripes_avx512(__m512i sums, const uint8_t *data, size_t count)
+AVX2 static void take_avx2(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+{
+    blocks_avx2(lanes, data, blocks, count, BY_PAGE);
+}
+
+AVX2 static void take_avx2_lines(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+{
+    blocks_avx2(lanes, data, blocks, count, BY_LINE);
+}
+
+AVX512 static inline __m512i stripes_avx512(__m512i sums, const uint8_t *data, size_t count, int ahead)
 {
     for (size_t n = 0; n < count; n++, data += STRIPE) {
+        if (ahead == BY_LINE)
+            LINE_AHEAD(data);
         __m512i value = _mm512_loadu_si512(data);
         __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * n));
         __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
@@ -139,39 +158,59 @@ AVX512 static inline __m512i stripes_avx512(__m512i sums, const uint8_t *data, s
     return sums;
 }
 
-AVX512 static void take_avx512(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+AVX512 static inline void blocks_avx512(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count, int ahead)
 {
     const __m512i key = _mm512_loadu_si512(secret + SECRET - STRIPE), prime = _mm512_set1_epi64(PRIME32_1);
     __m512i sums = _mm512_loadu_si512(lanes);
     for (; blocks; blocks--, data += LONG_BLOCK) {
         LOOK_AHEAD(data);
-        __m512i x = stripes_avx512(sums, data, STRIPES);
+        __m512i x = stripes_avx512(sums, data, STRIPES, ahead);
         x = _mm512_xor_si512(_mm512_xor_si512(x, _mm512_srli_epi64(x, 47)), key);
         __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
         sums = _mm512_add_epi64(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
     }
-    _mm512_storeu_si512(lanes, stripes_avx512(sums, data, count));
+    _mm512_storeu_si512(lanes, stripes_avx512(sums, data, count, ahead));
+}
+
+AVX512 static void take_avx512(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+{
+    blocks_avx512(lanes, data, blocks, count, BY_PAGE);
+}
+
+AVX512 static void take_avx512_lines(uint64_t *lanes, const uint8_t *data, size_t blocks, size_t count)
+{
+    blocks_avx512(lanes, data, blocks, count, BY_LINE);
 }
 #endif
 
-/* By name, the best first; NULL where this processor has it not. */
+/* By name; NULL where this processor has it not. */
 static Take take_named(const char *name)
 {
 #ifdef X86
     __builtin_cpu_init();
+    int has512 = __builtin_cpu_supports("avx512f"), has256 = __builtin_cpu_supports("avx2");
     if (!strcmp(name, "avx512"))
-        return __builtin_cpu_supports("avx512f") ? take_avx512 : NULL;
+        return has512 ? take_avx512 : NULL;
+    if (!strcmp(name, "avx512 lines"))
+        return has512 ? take_avx512_lines : NULL;
     if (!strcmp(name, "avx2"))
-        return __builtin_cpu_supports("avx2") ? take_avx2 : NULL;
+        return has256 ? take_avx2 : NULL;
+    if (!strcmp(name, "avx2 lines"))
+        return has256 ? take_avx2_lines : NULL;
 #endif
     return strcmp(name, "plain") ? NULL : take_plain;
 }
 
 static Take best_take(void)
 {
-    Take found = take_named("avx512");
+    Take found = NULL;
+#ifdef X86
+    __builtin_cpu_init();
+    int lines = __builtin_cpu_is("intel");
+    found = take_named(lines ? "avx512 lines" : "avx512");
     if (!found)
-        found = take_named("avx2");
+        found = take_named(lines ? "avx2 lines" : "avx2");
+#endif
     return found ? found : take_plain;
 }
 

@@ -52,7 +52,7 @@ __all__ = [
     "send_packet",
 ]
 
-MAX_BATCH_MOVES = 256
+MAX_BATCH_MOVES = 512
 """Moves, or replies, in one packet."""
 MAX_PACKET_BYTES = 4 + MAX_BATCH_MOVES * MOVE.itemsize
 _MAX_TEXT_BYTES = 1024
@@ -145,7 +145,7 @@ class Limit:
 class Moves:
     """Moves to carry out, each answered once."""
 
-    moves: NDArray[np.void]  # MOVE[1..256]
+    moves: NDArray[np.void]  # MOVE[1..512]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class SlabLost:
 class Replies:
     """How moves ended."""
 
-    replies: NDArray[np.void]  # REPLY[1..256]
+    replies: NDArray[np.void]  # REPLY[1..512]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,7 @@ Message = (
 
 
 def pack(message: Message) -> bytes:
-    """The packet of `message`; text is cut to 1024 bytes. Raises InvalidArgument for a batch of more than 256."""
+    """The packet of `message`; text is cut to 1024 bytes. Raises InvalidArgument for a batch of more than 512."""
     match message:
         case Config():
             return _KIND.pack(Kind.CONFIG) + json.dumps(asdict(message)).encode()

@@ -67,7 +67,7 @@ def run(how: Carry, slab: Slab, harness: Harness, moves: NDArray[np.void], pages
     return carried
 
 
-@pytest.mark.parametrize("how", ["avx512", "avx2", "plain"])
+@pytest.mark.parametrize("how", ["avx512 lines", "avx512", "avx2 lines", "avx2", "plain"])
 def test_the_checksum_is_that_of_the_package(how: str) -> None:
     """On every kind of processor: blocks that another machine, or the twin, has written must be read."""
     from kvstore._slab_io import checksum

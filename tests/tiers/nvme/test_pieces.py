@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.moves import MoveKind
 from kvstore.wire.packed import MOVE
 from tiers.base import Moves
-from tiers.nvme.pieces import cut
+from tiers.nvme.pieces import QUEUED_PIECE_BYTES, cut, cut_in_python
 
 LENGTH = 256 << 10
 STRIDE = LENGTH + 4096
@@ -70,9 +70,21 @@ def test_nothing_is_lost_and_a_piece_is_of_one_kind(
     )
     moves["id"] = np.arange(len(moves))
     pieces = cut(moves, shares)
+    for piece, other in zip(pieces, cut_in_python(moves, shares), strict=True):
+        assert piece.tobytes() == other.tobytes(), "the compiled one is the twin's equal"
     assert sorted(int(at) for piece in pieces for at in piece["id"]) == list(range(len(moves)))
     for piece in pieces:
         assert all(len(np.unique(piece[name])) == 1 for name in ("kind", "nvme_extent", "length"))
         assert (np.diff(piece["nvme_offset"].astype(np.int64)) >= 0).all()
     kinds = [int(piece["kind"][0]) for piece in pieces]
     assert kinds == sorted(kinds), "reads first"
+
+
+@pytest.mark.parametrize("length", [16 << 10, 256 << 10, 2 << 20, 8 << 20])
+@pytest.mark.parametrize("step", [1, 2], ids=["runs", "scattered"])
+@pytest.mark.parametrize("shares", [1, 2, 8])
+def test_large_batches_are_cut_as_the_twin_cuts_them(length: int, step: int, shares: int) -> None:
+    slots = np.random.default_rng(5).permutation(512) * step
+    moves = moves_of(slots.tolist(), MoveKind.WRITE, length)
+    compiled, python = (how(moves, shares, QUEUED_PIECE_BYTES) for how in (cut, cut_in_python))
+    assert [piece.tobytes() for piece in compiled] == [piece.tobytes() for piece in python]
