@@ -296,6 +296,11 @@ class StoreState:
         held &= pool.generations(safe) == generations
         return held
 
+    def held_by_sessions(self, pool: SlotPool, slots: U32) -> NDArray[np.bool_]:
+        """[n] whether a session holds each, whoever else does."""
+        held: NDArray[np.bool_] = (pool.holders[slots] & _SESSION_BITS) != 0
+        return held
+
     def has_session(self, key: ClassKey) -> bool:
         """Whether a session, in whatever state, maps the HBM of this class."""
         return bool(self.sessions.mapping(key))

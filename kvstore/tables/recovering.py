@@ -38,6 +38,8 @@ def reconcile(columns: Columns, fault: Callable[[str], None]) -> None:
     """Brings the tables into a state that `check_integrity` finds sound; sessions become LOST. O(rows + slots)."""
     known = _sessions(columns)
     fault("recover.sessions")
+    _distrusted(columns)
+    fault("recover.distrusted")
     inside = [_slots_of_extents(columns, tier) for tier in Tier]
     _pointers(columns, inside)
     fault("recover.pointers")
@@ -56,6 +58,20 @@ def _sessions(columns: Columns) -> np.uint64:
     columns.session_state[there] = SessionState.LOST
     bits = sum(1 << session for session in np.flatnonzero(there).tolist())
     return np.uint64(bits | (0xFFFF << MOVER_BIT))
+
+
+def _distrusted(columns: Columns) -> None:
+    """A session may have computed with what it holds of a CLEARED row: that was found wrong (kvstore.trust.watching).
+
+    An administrator clears what nobody holds, and what is CLEARED is given to nobody.
+    """
+    cleared = states(columns.state) == State.CLEARED
+    for tier in (Tier.HBM, Tier.DRAM):
+        pool = columns.pool(tier)
+        rows = np.where(pool.row < columns.shape.max_rows, pool.row, 0)
+        marked = (states(pool.state) == SlotState.SEALED) & (pool.row != NONE) & cleared[rows]
+        marked &= (pool.holders & np.uint64((1 << MOVER_BIT) - 1)) != 0
+        pool.state[marked] = (pool.state[marked] & ~_STATE_BITS) | np.uint64(SlotState.DISTRUSTED)
 
 
 def _slots_of_extents(columns: Columns, tier: Tier) -> NDArray[np.bool_]:

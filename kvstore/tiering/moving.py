@@ -136,10 +136,11 @@ class Moving:
         flights = self._flights.end_all(path)
         self._end(path, flights, np.full(len(flights), MoveStatus.CANCELLED, dtype=np.uint8))
         held = state.dram.held_by(mover_bit(path))
-        filling = state.dram.filling(held)
-        self.promoting.undo(held[filling])
+        promoted = state.dram.filling(held) & ~state.held_by_sessions(state.dram, held)
+        self.promoting.undo(held[promoted])
         self.promoting.set_down(path)
-        state.dram.unhold(held[~filling], mover_bit(path))
+        state.dram.unhold(held[~promoted], mover_bit(path))
+        state.dram.free(held[state.dram.distrusted(held) & (state.dram.holders[held] == 0)])
         torn = np.flatnonzero((state.nvme.state & np.uint64(0xFF)) == np.uint64(SlotState.FILLING)).astype(
             np.uint32
         )

@@ -225,3 +225,37 @@ def test_an_extent_that_is_gone_takes_marked_slots_with_it(rig: Watched) -> None
     rig.store.drop_extent(extent.extent)
     rig.check()
     assert rig.store._state.spoiled == 0
+
+
+@pytest.mark.parametrize("first", ["session", "mover"])
+def test_a_restart_while_a_mover_is_at_work_on_a_wrong_block_takes_nothing_from_who_holds_it(
+    rig: Watched, first: str
+) -> None:
+    """The mover's end freed the slot under the session that held it too; and who held it published again."""
+    hashes = chain(1)
+    rig.write_through(rig.session, hashes)
+    rig.evict_hbm()
+    rig.moves(MoveKind.WRITE)
+    for checksum in (RIGHT, WRONG):
+        grant = rig.serve(hashes)
+        rig.answer(rig.moves(MoveKind.VERIFY), checksum)
+    rig.recover()
+    rig.check()
+    assert rig.tier(Tier.DRAM).held_slots == 1
+    assert int(rig.store._state.spoiled) == 1 << rig.reader
+    dram = (grant.dram_slots, grant.dram_generations)
+    rig.store.resume(
+        now_ms=rig.now_ms, session=rig.reader, hbm_slots=dram[0][:0], hbm_gens=dram[1][:0], dram_slots=dram[0],
+        dram_gens=dram[1],
+    )  # fmt: skip
+    if first == "mover":
+        rig.store.mover_dead(0, rig.now_ms)
+        rig.check()
+        assert rig.tier(Tier.DRAM).held_slots == 1
+    rig.step(rig.reader, dram=grant.dram_slots)
+    if first == "session":
+        rig.check()
+        rig.store.mover_dead(0, rig.now_ms)
+    rig.check()
+    dram_tier = rig.tier(Tier.DRAM)
+    assert dram_tier.free_slots == dram_tier.slots
