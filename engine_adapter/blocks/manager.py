@@ -266,6 +266,8 @@ class KvstoreBlockManager:
         load, admission = entry.load, entry.admission
         if load is not None and not load.loaded and admission is not None:
             load.submit(self._copier, self._arrival(load, admission, num_tokens))
+            if load.failed:
+                raise Unavailable("what is cached of it cannot be loaded: the copier has failed")
             if load.arriving is None or entry.lost:
                 return
             entry.admission = replace(admission, arriving=load.arriving)  # for its first step to wait
@@ -447,7 +449,7 @@ class KvstoreBlockManager:
         """Whether what a waiting request waits for is here."""
         if entry.phase is Phase.ASKED:
             return entry.grant is not None and entry.grant.done()
-        return entry.phase is Phase.LOADING and (entry.load is None or entry.load.loaded)
+        return entry.phase is Phase.LOADING and (entry.load is None or entry.load.loaded or entry.load.failed)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

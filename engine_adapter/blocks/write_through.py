@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from kvstore.client import Listener, SealResult, Session, SlotRun
+from kvstore.errors import Unavailable
 from kvstore.moves import SealOutcome
 from kvstore.wire.packed import COPY
 
@@ -159,14 +160,21 @@ class WriteThrough(Listener):
                 targets=self._session.dram.address_of(targets.slots),
                 nbytes=self._session.hbm.slot_bytes,
                 done=partial(self._copied, sources, targets, time.monotonic()),
+                failed=partial(self._ended, len(sources)),  # the slots stay held: something may write to them
                 hbm_slots=sources.slots,
                 dram_slots=targets.slots,
             )
-            if not self._copier.submit(batch):
+            if not self._submit(batch):
                 self._ended(len(sources))
                 self._note_dropped(len(sources))
                 self._session.step(dropped_hbm=sources.slots, dropped_dram=targets.slots)
                 return
+
+    def _submit(self, batch: CopyBatch) -> bool:
+        try:
+            return self._copier.submit(batch)
+        except Unavailable:  # whoever loads next says so
+            return False
 
     def _pair(self) -> tuple[SlotRun, SlotRun] | None:
         """The oldest blocks of the backlog and as many DRAM slots; None where one of them is lacking."""

@@ -21,9 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.layouts.convert import BlockCopy, copy_plain
+from kvstore.errors import Unavailable
 from kvstore.faults import fault
 
-__all__ = ["Copier", "CopierStats", "CopyBatch", "Direction", "TwinCopier", "complete", "complete_group"]
+__all__ = [
+    "Copier",
+    "CopierStats",
+    "CopyBatch",
+    "Direction",
+    "TwinCopier",
+    "complete",
+    "complete_group",
+    "give_up",
+]
 
 _LOG = logging.getLogger("kvstore.copier")
 _PIECE_BYTES = 16 << 20
@@ -46,6 +56,9 @@ class CopyBatch:
     targets: NDArray[np.uint64]  # [n] addresses
     nbytes: int
     done: Callable[[], None]
+    failed: Callable[[], None] | None = None
+    """Called in place of `done` where the copier has failed. Some of it may be copied, and nobody knows whether what
+    was begun has ended: neither sources nor targets are to be given away. `submit` raises from then on."""
     after: int | None = None
     """A CUDA event, alive until `done`, that has to come first; None: nothing. The twin's memory is always ready."""
     hbm_slots: NDArray[np.uint32] | None = None  # [n]
@@ -95,7 +108,10 @@ class Copier(Protocol):
     """Copies batches. `submit` may be called from any thread, also from `done`."""
 
     def submit(self, batch: CopyBatch) -> bool:
-        """Takes a batch, or returns False where too many blocks of its direction are under way: try again later."""
+        """Takes a batch, or returns False where too many blocks of its direction are under way: try again later.
+
+        Raises Unavailable once the copier has failed.
+        """
         ...
 
     def cancel(self, batch: CopyBatch) -> bool:
@@ -132,6 +148,15 @@ def complete_group(batch: CopyBatch, group: int) -> None:
             _LOG.exception("the completion of a group failed")
 
 
+def give_up(batch: CopyBatch) -> None:
+    """Calls `failed`, as `complete` does `done`."""
+    if batch.failed is not None:
+        try:
+            batch.failed()
+        except Exception:  # noqa: BLE001 (a thread's boundary)
+            _LOG.exception("the failure of a batch was not taken in")
+
+
 class TwinCopier:
     """Copier between two kinds of host memory: one thread, which copies without the GIL."""
 
@@ -149,8 +174,10 @@ class TwinCopier:
         self._queues: tuple[deque[CopyBatch], deque[CopyBatch]] = (deque(), deque())
         self._waiting = [0, 0]
         self._copied = [0, 0]
+        self._taken: list[CopyBatch] = []  # out of the queues, and not finished
+        self._failure: Exception | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-copier", daemon=True)
+        self._thread = threading.Thread(target=self._guarded, name="kvstore-copier", daemon=True)
         self._thread.start()
 
     def submit(self, batch: CopyBatch) -> bool:
@@ -160,6 +187,8 @@ class TwinCopier:
             "a conversion takes whole blocks"
         )
         with self._lock:
+            if self._failure is not None:
+                raise Unavailable(f"the copier has failed: {self._failure}")
             waiting = self._waiting[batch.direction]
             if self._closing or (waiting and waiting + count > self._max_blocks):
                 return False
@@ -197,6 +226,20 @@ class TwinCopier:
                 waiting_blocks=sum(self._waiting),
             )
 
+    def _guarded(self) -> None:
+        """The thread's boundary: whoever waits for a batch hears that it will not come."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 (a thread's boundary)
+            _LOG.exception("the copier failed")
+            with self._lock:
+                self._failure = error
+                batches = [*self._taken, *self._queues[Direction.LOAD], *self._queues[Direction.STORE]]
+                for queue in self._queues:
+                    queue.clear()
+            for batch in batches:
+                give_up(batch)
+
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             fault("copy.issued")
@@ -215,7 +258,8 @@ class TwinCopier:
             while True:
                 for queue in self._queues:
                     if queue:
-                        return queue.popleft()
+                        self._taken.append(queue.popleft())
+                        return self._taken[-1]
                 if self._closing:
                     return None
                 self._work.wait()
@@ -227,6 +271,7 @@ class TwinCopier:
                 if not self._queues[Direction.LOAD]:
                     return
                 batch = self._queues[Direction.LOAD].popleft()
+                self._taken.append(batch)
             self._load(batch)
 
     def _load(self, batch: CopyBatch) -> None:
@@ -244,6 +289,7 @@ class TwinCopier:
 
     def _finish(self, batch: CopyBatch) -> None:
         with self._lock:
+            self._taken.remove(batch)
             self._waiting[batch.direction] -= len(batch.sources)
             self._copied[batch.direction] += len(batch.sources)
         complete(batch)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copying.copier import CopierStats, CopyBatch, Direction, complete, complete_group
+from engine_adapter.copying.copier import CopierStats, CopyBatch, Direction, complete, complete_group, give_up
 from engine_adapter.copying.cuda_driver import CudaDriver, SourceOrder, Waiting
 from engine_adapter.copying.kernel import CopyKernel
 from engine_adapter.copying.lanes import Lanes, MakesKernel
@@ -151,6 +151,7 @@ class _Way:
         )
         self._claimed = False  # a caller issues just now: lanes belong to one thread at a time
         self._flights: deque[_Flight] = deque()
+        self._open: set[CopyBatch] = set()  # taken, and neither complete nor given up
         self._events: dict[Waiting, list[int]] = {waiting: [] for waiting in Waiting}
         self._flight_bytes = 0
         self._finishing = self._dropping = self._issued_all = False
@@ -180,6 +181,7 @@ class _Way:
             ):
                 return False
             self.waiting_blocks += count
+            self._open.add(batch)
             idle = not (unpinned or self._queue or self._claimed or self._begun or self._flights)
             if idle:
                 self._claimed = True
@@ -196,6 +198,7 @@ class _Way:
             if batch not in self._queue:
                 return False
             self._queue.remove(batch)
+            self._open.discard(batch)
             self.waiting_blocks -= len(batch.sources)
         return True
 
@@ -258,7 +261,10 @@ class _Way:
         _LOG.error("the copier failed: %s", error, exc_info=not isinstance(error, KvstoreError))
         with self._work:
             self._failure = error
+            batches, self._open = self._open, set()
             self._work.notify()
+        for batch in batches:
+            give_up(batch)
 
     def _issue_all(self) -> None:
         try:
@@ -342,13 +348,15 @@ class _Way:
                 self._flights.popleft()
                 self._flight_bytes -= portion.nbytes
                 self._events[flight.waiting] += flight.events
+                is_open = flight.batch in self._open
                 if portion.last:
+                    self._open.discard(flight.batch)
                     self.waiting_blocks -= len(flight.batch.sources)
                     self.copied_blocks += len(flight.batch.sources)
                 self._work.notify()
-            if portion.ends_group:
+            if portion.ends_group and is_open:
                 complete_group(flight.batch, portion.group)
-            if portion.last:
+            if portion.last and is_open:
                 complete(flight.batch)
 
     def _oldest(self) -> _Flight | None:

@@ -17,7 +17,7 @@ from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from engine_adapter.external.pages import Copies, SharedLayer
 from engine_adapter.layouts.block_layout import Axis, BlockLayout, BlockShape, packed, plan, strided
 from engine_adapter.layouts.convert import BlockCopy, copy_to_slot, host_copy
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, Unavailable
 
 __all__ = ["AddressMap", "BlockMover", "PieceMover", "SharedBlocks", "StepEvent", "Ticket"]
 
@@ -41,6 +41,8 @@ class Ticket:
     pages: Pages  # [n, groups]
     slots: U64  # [n] addresses of this rank's parts
     done: Callable[[], None]
+    failed: Callable[[], None]
+    """In place of `done`: the copier has failed."""
     after: StepEvent | None = None
 
 
@@ -92,17 +94,26 @@ class PieceMover:
             self._take(ticket)
             ticket.done()
 
+        def failed() -> None:
+            self._take(ticket)
+            ticket.failed()
+
         batch = CopyBatch(
             direction=ticket.direction,
             sources=copies.slots if load else copies.pages,
             targets=copies.pages if load else copies.slots,
             nbytes=self._addresses.piece_bytes,
             done=ended,
+            failed=failed,
             after=None if ticket.after is None else ticket.after.handle,
         )
         with self._lock:
             self._batches[id(ticket)] = batch
-        if self._copier.submit(batch):
+        try:
+            if self._copier.submit(batch):
+                return True
+        except Unavailable:  # once and for all: not to be tried again
+            failed()
             return True
         self._take(ticket)
         return False

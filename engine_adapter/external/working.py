@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -177,7 +178,8 @@ class Working:
             _LOG.warning("%d blocks cannot be copied: %s", len(job.slots), error)
             self._end(running, failed=True)
             return
-        ticket = Ticket(direction, job.pages, slots, lambda: self._copied(running, direction), after)
+        done, failed = partial(self._copied, running, direction), partial(self._failed, running)
+        ticket = Ticket(direction, job.pages, slots, done, failed, after)
         running.ticket = ticket
         if not self._mover.submit(ticket):
             running.ticket = None
@@ -194,6 +196,12 @@ class Working:
             if good is not None and not good.all():
                 running.failed_rows = ~good
             running.ended = True
+            self._news.notify_all()
+
+    def _failed(self, running: _Running) -> None:
+        """On the mover's thread, or as it is begun: its copier has failed, and nothing of it counts."""
+        self._end(running, failed=True)
+        with self._news:
             self._news.notify_all()
 
     def _end(self, running: _Running, *, failed: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.copying.copier import Copier, CopyBatch, Direction, complete
+from engine_adapter.copying.copier import Copier, CopyBatch, Direction, complete, give_up
 from engine_adapter.group.link import MAX_COPY_BLOCKS, Computing, Copy
 from kvstore.errors import Unavailable
 
@@ -46,6 +46,7 @@ class _Under:
 
     batch: CopyBatch
     parts: int
+    failed: bool = False  # said so: parts that come all the same count no more
 
 
 class GroupCopier:
@@ -78,7 +79,7 @@ class GroupCopier:
         with self._order[batch.direction]:
             if not self._take(batch.direction, blocks):
                 return False
-            if not self._own.submit(replace(batch, done=partial(self._part_done, under))):
+            if not self._own.submit(self._part(batch, under)):
                 self._leave(batch)
                 return False
             for start in starts:
@@ -116,6 +117,11 @@ class GroupCopier:
         with self._ended:
             self._ended.wait_for(lambda: not self._batches, max(0.0, deadline - time.monotonic()))
 
+    def _part(self, batch: CopyBatch, under: _Under) -> CopyBatch:
+        """This process's."""
+        done, failed = partial(self._part_done, under), partial(self._part_failed, under)
+        return replace(batch, done=done, failed=failed)
+
     def _take(self, direction: Direction, blocks: int) -> bool:
         with self._lock:
             waiting = self._waiting[direction]
@@ -142,7 +148,13 @@ class GroupCopier:
     def _part_done(self, under: _Under) -> None:
         with self._lock:
             under.parts -= 1
-            if under.parts:
+            if under.parts or under.failed:
                 return
         self._leave(under.batch)
         complete(under.batch)
+
+    def _part_failed(self, under: _Under) -> None:
+        with self._lock:
+            under.failed = True
+        self._leave(under.batch)
+        give_up(under.batch)

@@ -139,9 +139,15 @@ class _StoreMember:
             targets=hbm if load else dram,
             nbytes=self._memory.hbm.slot_bytes,
             done=lambda: self._tell_copied(message.number),
+            failed=self._end,
         )
         while not self._copier.submit(batch):  # never for long: the group has the same bound
             time.sleep(_RETRY_S)
+
+    def _end(self) -> None:
+        """The copier has failed: what it had will never be complete, and the others wait for it."""
+        self.fail(Unavailable("its copier has failed"))
+        os._exit(1)
 
     def _tell_copied(self, number: int) -> None:
         with contextlib.suppress(OSError):  # the scheduling process has gone: so will this one

@@ -80,7 +80,9 @@ class LoadAhead:
                 self._take(found)
             if found.load is not None:
                 found.load.submit(self._copier)
-                if found.load.loaded:
+                if found.load.failed:
+                    found.over = True
+                if found.load.loaded or found.load.failed:
                     found.load = None
 
     def end(self, request: RequestId) -> None:

@@ -22,6 +22,13 @@ class Arrival:
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._groups_here = 0
+        self._failed = False
+
+    def fail(self) -> None:
+        """Nothing more comes."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
 
     def came(self, group: int) -> None:
         """A group has, and all before it had."""
@@ -34,6 +41,9 @@ class Arrival:
         group = layer // self._layers_each
         with self._changed:
             while (here := self._groups_here) <= group:
-                if not self._changed.wait_for(lambda: self._groups_here != here, self._patience_s):
+                news = self._changed.wait_for(
+                    lambda: self._failed or self._groups_here != here, self._patience_s
+                )
+                if self._failed or not news:
                     return False
         return True

@@ -203,6 +203,9 @@ class BothEnds:
     def _finish(self, asked: _Asked, now: float) -> None:
         if asked.load is not None:
             asked.load.submit(self._copier)
+            if asked.load.failed:
+                self._failed(asked)
+                return
             if not asked.load.loaded:
                 return
             self._choice.loaded_beside(asked.nbytes, asked.load.ended_at - asked.asked_at)

@@ -5,12 +5,14 @@ Made and used on the engine's thread; `loaded` is set by the copier's.
 
 from __future__ import annotations
 
+import functools
 import time
 
 from engine_adapter.blocks.write_through import copies
 from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from engine_adapter.loading.arrival import Arrival
 from kvstore.client import Session, SlotRun
+from kvstore.errors import Unavailable
 
 __all__ = ["Load"]
 
@@ -18,7 +20,17 @@ __all__ = ["Load"]
 class Load:
     """Blocks on their way up. It has references of its own to the HBM slots, and takes over those to the DRAM slots."""
 
-    __slots__ = ("_batch", "_session", "_sources", "_targets", "arriving", "began_at", "ended_at", "loaded")
+    __slots__ = (
+        "_batch",
+        "_session",
+        "_sources",
+        "_targets",
+        "arriving",
+        "began_at",
+        "ended_at",
+        "failed",
+        "loaded",
+    )
 
     def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
         self._session = session
@@ -27,6 +39,7 @@ class Load:
         self._batch: CopyBatch | None = None
         self.arriving: Arrival | None = None  # where it comes in groups of layers, from its submission on
         self.loaded = False
+        self.failed = False  # it will never be: its copier has failed, and what that had stays held
         self.began_at = self.ended_at = time.monotonic()
         session.share_hbm(targets.slots)
 
@@ -50,7 +63,7 @@ class Load:
         return self.ended_at - self.began_at
 
     def submit(self, copier: Copier, arrival: Arrival | None = None) -> None:
-        """Has it begin, unless it has begun; the copier may be full: then ask again.
+        """Has it begin, unless it has begun or failed; the copier may be full: then ask again.
 
         `arrival`: it comes in groups of layers, and that hears of them.
         """
@@ -61,18 +74,30 @@ class Load:
                 targets=self._session.hbm.address_of(self._targets.slots),
                 nbytes=self._session.hbm.slot_bytes,
                 done=self._done,
+                failed=functools.partial(self._fail, arrival),
                 hbm_slots=self._targets.slots,
                 dram_slots=self._sources.slots,
                 groups=1 if arrival is None else arrival.groups,
                 group_done=None if arrival is None else arrival.came,
             )
-            if copier.submit(batch):
+            try:
+                taken = copier.submit(batch)
+            except Unavailable:
+                self.failed = True
+                return
+            if taken:
                 self._batch, self.arriving = batch, arrival
 
     def withdraw(self, copier: Copier) -> None:
         """Nobody needs it: it is taken back where nothing of it has begun."""
         if self._batch is None or copier.cancel(self._batch):
             self._session.stage(dropped_hbm=self._targets.slots, dropped_dram=self._sources.slots)
+
+    def _fail(self, arrival: Arrival | None) -> None:
+        self.failed = True
+        if arrival is not None:
+            arrival.fail()
+        self._session.notify()
 
     def _done(self) -> None:
         self.ended_at = time.monotonic()

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
+from kvstore.errors import Unavailable
 from tests.engine_adapter.copying.copier_rigs import Rig, fake_rig, gpu_rig, rows, twin_rig
 
 BLOCK_BYTES = 64 * 1024
@@ -335,3 +336,32 @@ def test_a_group_whose_completion_fails_does_not_end_the_load(
 def test_groups_that_cannot_be_are_refused(groups: int, direction: Direction, count: int) -> None:
     with twin_rig() as rig, pytest.raises(ValueError, match="groups"):
         replace(Transfer(rig, direction, 3).batch(0, count), groups=groups)
+
+
+def test_batches_of_a_copier_that_fails_are_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended, and whoever waited for a batch waited for ever."""
+    began, go = threading.Event(), threading.Event()
+
+    def copy(self: TwinCopier, batch: CopyBatch, begin: int, end: int) -> None:
+        began.set()
+        assert go.wait(5)
+        raise OSError("the memory is gone")
+
+    with twin_rig() as rig:
+        monkeypatch.setattr(TwinCopier, "_copy", copy)
+        ended, failed = list[int](), list[int]()
+        loads = [Transfer(rig, Direction.LOAD, 2, seed) for seed in range(2)]
+        stores = [Transfer(rig, Direction.STORE, 2, seed) for seed in range(2)]
+        for number, transfer in enumerate((loads[0], stores[0], loads[1], stores[1])):
+            batch = transfer.batch(done=lambda number=number: ended.append(number))  # type: ignore[misc]
+            assert rig.copier.submit(replace(batch, failed=lambda number=number: failed.append(number)))  # type: ignore[misc]
+        assert began.wait(5)
+        go.set()
+        until = time.monotonic() + 5
+        while len(failed) < 4:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert sorted(failed) == [0, 1, 2, 3]
+        assert ended == []
+        with pytest.raises(Unavailable, match="the memory is gone"):
+            rig.copier.submit(loads[0].batch())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -327,7 +328,10 @@ def test_a_device_that_fails_is_said_to_the_next_caller() -> None:
         source, target = sides(rig, Direction.LOAD, blocks)
         driver_of(rig).broken = True
         ended: list[bool] = []
-        rig.copier.submit(batch_of(Direction.LOAD, source, target, lambda: ended.append(True)))
+        failed = threading.Event()
+        load = batch_of(Direction.LOAD, source, target, lambda: ended.append(True))
+        rig.copier.submit(replace(load, failed=failed.set))
+        assert failed.wait(5), "who waits for it hears that it does not come"
 
         def refused() -> bool:
             try:

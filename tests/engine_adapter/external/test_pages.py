@@ -75,7 +75,7 @@ def move(mover: BlockMover, direction: Direction, pages: list[int], slots: NDArr
     done = threading.Event()
     addresses = np.array([row.ctypes.data for row in slots], dtype=np.uint64)
     table = np.array(pages, dtype=np.int64).reshape(len(pages), -1)
-    assert mover.submit(Ticket(direction, table, addresses, done.set))
+    assert mover.submit(Ticket(direction, table, addresses, done.set, pytest.fail))
     assert done.wait(10)
 
 
@@ -193,9 +193,9 @@ def test_a_ticket_that_waits_can_be_taken_back() -> None:
         assert gate.wait(10)
 
     try:
-        assert mover.submit(Ticket(Direction.STORE, page, address, hold))
+        assert mover.submit(Ticket(Direction.STORE, page, address, hold, pytest.fail))
         assert going.wait(10)
-        waiting = Ticket(Direction.STORE, page, address, pytest.fail)
+        waiting = Ticket(Direction.STORE, page, address, pytest.fail, pytest.fail)
         assert mover.submit(waiting)
         assert mover.cancel(waiting)
         assert not mover.cancel(waiting)

@@ -57,6 +57,11 @@ class Mover:
         for ticket in tickets:
             ticket.done()
 
+    def fail(self) -> None:
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            ticket.failed()
+
 
 def job(number: int, request: str, pages: list[int], missing: tuple[int, ...] = ()) -> CopyJob:
     count = len(pages)
@@ -115,6 +120,16 @@ def test_a_load_whose_slots_are_gone_afterwards_is_not_believed(
     found = working.received()
     assert (found.failed_requests, found.failed_pages) == ({"a"}, {6, 8})
     assert reported(working) == ({1: 1}, {1})
+
+
+def test_jobs_of_a_copier_that_fails_have_failed(working: Working, mover: Mover) -> None:
+    """They never ended: an engine waited for the load, and at its next step for the store."""
+    working.begin_loads(StepPlan(loads=(job(1, "a", [5, 6]),)))
+    working.begin_stores(StepPlan(stores=(job(2, "b", [7]),)))
+    mover.fail()
+    found = working.received()
+    assert (found.failed_requests, found.failed_pages) == ({"a"}, {5, 6})
+    assert reported(working) == ({1: 1, 2: 1}, {1, 2})
 
 
 def test_a_load_of_nothing_is_answered_at_once(working: Working) -> None:

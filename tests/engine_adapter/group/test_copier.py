@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine_adapter.copying.copier import CopyBatch, Direction
@@ -65,6 +67,18 @@ def batch(done: list[str], blocks: int = 4, direction: Direction = Direction.STO
         hbm_slots=slots,
         dram_slots=slots + 100,
     )
+
+
+def test_a_batch_fails_with_this_processs_part_whatever_the_others_say() -> None:
+    own, others, done = Own(), Others(), list[str]()
+    copier = GroupCopier(own, others)
+    assert copier.submit(replace(batch(done), failed=lambda: done.append("failed")))
+    own.batches[0].failed()  # type: ignore[misc]
+    assert done == ["failed"]
+    for _ in range(2):
+        copier.copied(others.told[0].number)
+    assert done == ["failed"]
+    copier.close(0.1)
 
 
 def test_the_last_part_completes_a_batch() -> None:

@@ -150,6 +150,21 @@ def broken_off(
     return BrokenOff(outputs[-1].error, beside.token_ids, afterwards.token_ids, again.token_ids)
 
 
+def failed_load(
+    store: Path, sizes: Sizes, settings: EngineSettings, *, name: str, grouped: bool
+) -> tuple[KvstoreError | None, float]:
+    """As `behind_a_load`, where no load comes: how the request ends, and after how many seconds."""
+    with begin_block_manager(_plan(store, sizes, settings, name)) as pending:
+        blocks = pending.result()
+        engine = Engine(load_model(find_shape(sizes.model), settings), blocks, settings)
+        _put_out(engine, blocks, sizes)
+        blocks.layer_groups = _Watched(sizes, settings.device) if grouped else None  # type: ignore[assignment]
+        engine.add_request(sizes.prompt(), PARAMS)
+        began = time.monotonic()
+        (*_, last) = engine.run()
+        return last.error, time.monotonic() - began
+
+
 def _plan(store: Path, sizes: Sizes, settings: EngineSettings, name: str) -> StorePlan:
     source, geometry = find_shape(sizes.model), sizes.geometry(settings.device)
     return StorePlan(

@@ -12,7 +12,14 @@ import pytest
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
 from engine_adapter.loading.arrival import Arrival
 from kvstore.errors import Unavailable
-from tests.engine_adapter.loading.overlapped_loads import BLOCK, SMALL, behind_a_load, broken_off, cold
+from tests.engine_adapter.loading.overlapped_loads import (
+    BLOCK,
+    SMALL,
+    behind_a_load,
+    broken_off,
+    cold,
+    failed_load,
+)
 from tests.support.daemon import Service, small_config, started
 
 SLOW_S = 0.05
@@ -70,3 +77,22 @@ def test_pages_of_a_load_that_was_given_up_are_used_by_nobody_until_it_has_ended
     assert isinstance(found.error, Unavailable)
     assert found.beside == found.afterwards, "what others computed meanwhile was not overwritten"
     assert found.again == cold(SMALL, settings)
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["in groups", "as a whole"])
+def test_a_request_whose_copier_dies_fails_at_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    """The copier's thread had ended by an exception: a group was waited for a minute, a whole load for ever."""
+    copy = TwinCopier._copy
+
+    def dies(self: TwinCopier, batch: CopyBatch, begin: int, end: int) -> None:
+        if batch.direction is Direction.LOAD:
+            raise OSError("the copier dies")
+        copy(self, batch, begin, end)
+
+    settings, name = SMALL.settings("cpu", deterministic=False), f"dies {grouped}"
+    monkeypatch.setattr(TwinCopier, "_copy", dies)
+    error, took_s = failed_load(Path(service.socket), SMALL, settings, name=name, grouped=grouped)
+    assert isinstance(error, Unavailable)
+    assert took_s < 10
