@@ -12,8 +12,8 @@ from engine_adapter.engine.cuda_runner import CudaRunner
 from engine_adapter.engine.engine import Engine
 from engine_adapter.engine.graphs import graph_sizes, padded_size
 from engine_adapter.engine.loader import LoadedModel, load_model
-from engine_adapter.engine.models.fused import FusedLlama, TorchElementwise
-from engine_adapter.engine.passes import TorchPasses
+from engine_adapter.engine.models.fused import FusedLlama, PassAttention, TorchElementwise
+from engine_adapter.engine.passes import DecodeTensors, TorchPasses
 from engine_adapter.engine.plain import PlainBlockManager
 from engine_adapter.engine.request import Chunk
 from engine_adapter.engine.runners import max_pages
@@ -72,6 +72,36 @@ def test_answers_are_those_of_the_flat_runner(loaded: LoadedModel, overlap: int,
     assert tokens_of(engine.generate(PROMPTS, TEN)) == expected
     assert tokens_of(engine.generate(PROMPTS, TEN)) == expected
     blocks.check_integrity()
+
+
+class Planned(TorchPasses):
+    """Holds each pass of decode to the plan before it."""
+
+    def __init__(self, loaded: LoadedModel, pool: Tensor) -> None:
+        super().__init__(loaded.model, pool)
+        self.contexts: list[list[int]] = []
+
+    def plan_decode(self, context_lens: np.ndarray) -> None:
+        self.contexts.append(context_lens.tolist())
+
+    def decode(self, tensors: DecodeTensors) -> PassAttention:
+        assert tensors.context_lens.tolist() == self.contexts[-1]
+        return super().decode(tensors)
+
+
+def test_each_decode_is_planned_with_the_contexts_on_the_device(loaded: LoadedModel) -> None:
+    """For attention that cuts its work on the host: a graph that is replayed reads what was planned last."""
+    made: list[Planned] = []
+
+    def planned(loaded: LoadedModel, pool: Tensor, settings: EngineSettings) -> CudaRunner:
+        made.append(Planned(loaded, pool))
+        fused = FusedLlama(loaded.model, TorchElementwise())
+        return CudaRunner(fused, made[0], HostQueue(), settings, max_pages=max_pages(loaded, pool))
+
+    engine = Engine(loaded, pages(loaded), EngineSettings(overlap=1, max_running=8), make_runner=planned)
+    engine.generate(PROMPTS[:3], TEN)
+    assert [0] * 4 in made[0].contexts, "a capture runs over padding rows"
+    assert [*sorted([139, 41, 14]), 0] in [sorted(row[:3]) + row[3:] for row in made[0].contexts]
 
 
 def test_answers_survive_preemption(loaded: LoadedModel) -> None:
