@@ -34,6 +34,8 @@ _WORTH_SHARE = 0.03
 """Of what computing would take, the least that asking a disk has to save."""
 _LEAST_STORED_BYTES = 8 << 20
 _QUEUE_AGE_S = 0.01
+_SETTLE_S = 0.05
+"""How often it is looked whether a tier is to go out of use, or to come back: not at every step."""
 _STALE_S = 3.0
 """After so long without a load a disk's speed is looked at again."""
 _TRIAL_SHARE, _TRIAL_S = 0.04, 0.001
@@ -76,6 +78,7 @@ class LoadChoice:
         self._disk = TierGuard(GuardLimits(window=_DISK_WINDOW, filling=0))
         self._alone_at = self._beside_at = self._tried_at = 0.0  # when a disk was measured last, and tried
         self._queue = (0, -_QUEUE_AGE_S)  # bytes, when they were counted
+        self._settled_at = -_SETTLE_S
 
     # ------------------------------------------------------------ what was measured
 
@@ -254,9 +257,10 @@ class LoadChoice:
 
     def settle(self) -> None:
         """Now and then: takes tiers out of use that harm, and tries them again."""
-        if self._settings.mode is not LoadMode.AUTO:
-            return
         now = self._clock()
+        if now - self._settled_at < _SETTLE_S or self._settings.mode is not LoadMode.AUTO:
+            return
+        self._settled_at = now
         with self._lock:
             stores = self._stores.settle(now)
         for tier, verdict in ((Tier.DRAM, stores), (Tier.NVME, self._disk.settle(now))):

@@ -92,8 +92,9 @@ class HeldSlots:
 
     def share(self, slots: U32) -> None:
         """One more local user of slots that are held, also of those that were dropped and not named as released yet."""
-        np.add.at(self.references, slots.astype(np.intp), _ONE)
-        self._leaving[slots] = False
+        if len(slots):
+            np.add.at(self.references, slots.astype(np.intp), _ONE)
+            self._leaving[slots] = False
 
     def drop(self, slots: U32) -> bool:
         """One local user lets go. True: some slot has no user left and is to be released by a message."""
