@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from engine_adapter.external.link import LinkPlan, StoreLink
+from engine_adapter.external.options import cache_use
 from engine_adapter.external.page_store import Copy, PageStore, Patience, Run
 from engine_adapter.sglang_connector.facts import facts_of
 from engine_adapter.sglang_connector.identity import HiCacheFacts, HiCacheOptions, namespace_parts, options_of
@@ -310,4 +311,6 @@ def _link_plan(facts: HiCacheFacts, options: HiCacheOptions) -> LinkPlan:
         group=None,
         room_blocks=max(16, min(256, _ROOM_BYTES // geometry.slot_bytes)),
         parts=lambda identity: namespace_parts(facts, options.weights, epoch=identity.epoch),
+        use=cache_use(options.cache),
+        tenant=options.tenant or "",
     )

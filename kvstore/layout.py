@@ -61,6 +61,8 @@ _ALIGN = 64
 _HEADER_BYTES = 4096
 _DISTRUSTS_AT = 2048
 """Of the header: zeros in tables of daemons that did not know it."""
+_FORBIDDEN_AT = _DISTRUSTS_AT + _ALIGN
+"""Likewise: nothing is taken away."""
 _DEPTH_BITS = 20
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 
@@ -162,6 +164,9 @@ class Columns:
 
     shape: TableShape
     distrusts: NDArray[np.uint64]  # [1] times that slots became DISTRUSTED, counted once they are
+    forbidden: NDArray[np.uint8]
+    """[1 + n] bits of `Access` that are taken away: at 0 from everybody, at 1 + h from requests with namespace h. For
+    clients, so that a lookup promises nothing that an acquire refuses. Namespaces from n on have none: a hint."""
     # blocks, one row a block
     state: NDArray[np.uint64]  # [rows] generation << 8 | State
     hash: NDArray[np.uint64]  # [rows, 2]
@@ -290,7 +295,10 @@ def read_shape(memory: memoryview) -> TableShape:
 def open_columns(memory: memoryview, shape: TableShape) -> Columns:
     """Views of every column; read-only where `memory` is."""
     views: dict[str, NDArray[np.generic]] = {
-        "distrusts": np.frombuffer(memory, dtype="<u8", count=1, offset=_DISTRUSTS_AT)
+        "distrusts": np.frombuffer(memory, dtype="<u8", count=1, offset=_DISTRUSTS_AT),
+        "forbidden": np.frombuffer(
+            memory, dtype="u1", count=_HEADER_BYTES - _FORBIDDEN_AT, offset=_FORBIDDEN_AT
+        ),
     }
     offset = _HEADER_BYTES
     for column in _columns(shape):

@@ -130,7 +130,7 @@ class StoreState:
         """Who names victims in DRAM and NVMe in place of `policy`."""
         self.retention = Retention(columns)
         self.quotas = Quotas(columns)
-        self.uses = Uses(columns.shape.max_namespaces)
+        self.uses = Uses(columns.shape.max_namespaces, columns.forbidden)
         self.ghosts = Ghosts(limits.ghosts)
         self.sample = Sample(limits.canary_every)
         self.nvme_changed = columns.nvme_changed

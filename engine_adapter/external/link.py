@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from engine_adapter.external.settling import Settling
+from kvstore.cache_use import Access, CacheUse
 from kvstore.client import Client, Namespace, Session, Targets, connect
 from kvstore.client.group import Group
 from kvstore.errors import KvstoreError
@@ -65,6 +66,10 @@ class LinkPlan:
     breaker_s: float = 1.0
     return_s: float = 5.0
     """How long after it went, or fell silent, a daemon is expected back; and its disks to be read once it is."""
+    use: CacheUse = CacheUse.ON
+    """What this engine does with the cache. Its scheduling asks the session; ranks are told of nothing else."""
+    tenant: str = ""
+    """Part of every namespace; empty: nobody's in particular."""
 
 
 class StoreLink:
@@ -162,6 +167,7 @@ class StoreLink:
                     self._plan.geometry,
                     targets=self._targets(client),
                     group=self._plan.group,
+                    use=self._plan.use,
                 )
             except (KvstoreError, OSError) as error:
                 self._say("no cache: the store cannot be reached: %s", error)
@@ -175,12 +181,14 @@ class StoreLink:
             pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
 
     def _targets(self, client: Client) -> Targets:
-        """Slots in hand hold nothing that anybody could hit, so they are a part of DRAM at most."""
+        """Slots in hand hold nothing that anybody could hit, so they are a part of DRAM at most. Who stores nothing
+        needs none."""
         capacity_bytes = next(
             (tier.capacity_bytes for tier in client.stats().tiers if tier.tier == "dram"), 0
         )
         most = int(_ROOM_SHARE * capacity_bytes) // self._plan.geometry.slot_bytes
-        room = max(1, min(self._plan.room_blocks, most))
+        stores = self._plan.use.access & Access.WRITES
+        room = max(1, min(self._plan.room_blocks, most)) if stores else 0
         return Targets(credit=0, room=room, breaker_s=self._plan.breaker_s)
 
     def _await_work(self, session: Session) -> bool:
@@ -202,7 +210,7 @@ class StoreLink:
     def _open_one(self, session: Session, identity: Identity) -> None:
         opened: Namespace | float
         try:
-            opened = session.open_namespace(self._plan.parts(identity))
+            opened = session.open_namespace({**self._plan.parts(identity), **self._tenant})
         except (KvstoreError, OSError) as error:
             self._say("requests of one kind are not cached: %s", error)
             opened = time.monotonic() + _TRY_AGAIN_S
@@ -211,6 +219,10 @@ class StoreLink:
             self._open[identity] = opened
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
+
+    @property
+    def _tenant(self) -> Mapping[str, bytes]:
+        return {"tenant": self._plan.tenant.encode()} if self._plan.tenant else {}
 
     def _say(self, text: str, error: Exception) -> None:
         """One line now and then: what cannot be reached is asked for all the time."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import cast
 
+from kvstore.cache_use import CacheUse
 from kvstore.errors import ConfigError
 
-__all__ = ["ConnectorOptions", "read_options"]
+__all__ = ["ConnectorOptions", "cache_use", "read_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,10 @@ class ConnectorOptions:
     """Of the daemon; empty: where `kvstore serve` listens by default."""
     name: str = ""
     """What people see of this engine; empty: the engine's name and its model's."""
+    cache: str = "on"
+    """What this engine does with the cache: `on`, `read`, `write`, `off` or `dry-run` (kvstore/cache_use.py)."""
+    tenant: str = ""
+    """Whose blocks they are; two tenants share none. Empty: nobody's in particular."""
     layout: str = "auto"
     """`shared`: blocks as the bundled engine has them, converted where the engine's differ. `native`: as they lie,
     for engines of one kind alone. `auto`: shared where the KV is in host memory and the model is one that the bundled
@@ -39,6 +44,7 @@ class ConnectorOptions:
     at most, and so do loads that had begun. Later it is no cache until it answers. `breaker_s` at least."""
 
     def __post_init__(self) -> None:
+        cache_use(self.cache)
         if self.layout not in ("auto", "native", "shared"):
             raise ConfigError(f"layout must be auto, native or shared, not {self.layout!r}")
         if self.room_blocks < 0:
@@ -46,6 +52,15 @@ class ConnectorOptions:
         for name in ("timeout_s", "lookup_patience_s", "load_patience_s", "breaker_s", "return_patience_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a time in seconds, not {getattr(self, name)}")
+
+
+def cache_use(value: str) -> CacheUse:
+    """Raises: ConfigError for what is no way to use a cache."""
+    try:
+        return CacheUse(value)
+    except ValueError:
+        names = ", ".join(use.value for use in CacheUse)
+        raise ConfigError(f"cache must be one of {names}, not {value!r}") from None
 
 
 def read_options(given: Mapping[str, object]) -> ConnectorOptions:

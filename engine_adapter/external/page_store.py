@@ -3,6 +3,7 @@
 A block's name comes from an id that its engine made out of all tokens up to the block's end; here it is keyed with the
 namespace, so nobody without the key can tell what is cached. What is copied lies in DRAM slots that are held meanwhile,
 and is believed only if the slot's state is the same before and after. No daemon, no room, no answer in time: a miss.
+What may be done with the cache is asked at each call; a dry run has each lookup counted, and answers it with nothing.
 
     hash = BLAKE2b-128 keyed with the namespace's key over the engine's id
 
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.external.link import Identity, StoreLink
+from kvstore.cache_use import Access
 from kvstore.client import Client, Listener, Namespace, SealResult, Session, SlotRun
 from kvstore.errors import KvstoreError, NotFound, Unavailable
 from kvstore.hash_chain import HASH_BYTES
@@ -80,6 +82,10 @@ class _Chain:
     def own(self) -> U64:
         return self.names[self.first :]
 
+    @property
+    def may(self) -> Access:
+        return self.session.may(self.namespace)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
@@ -122,6 +128,9 @@ class PageStore(Listener):
         if chain is None:
             return 0
         session, names = chain.session, chain.own
+        if not chain.may & Access.READS:
+            self._count(chain)
+            return 0
         tiers = session.match(chain.namespace, names).tiers
         for begin in range(0, len(tiers), self._portion):
             if (tiers[begin : begin + self._portion] == Tier.NVME).any():
@@ -129,6 +138,14 @@ class PageStore(Listener):
                 lease = self._prefetch_lease(session, names[begin])
                 session.prefetch(chain.namespace, lease, names[begin:end])
         return len(tiers)
+
+    def _count(self, chain: _Chain) -> None:
+        """Has the store count what it would have given, where it is asked to."""
+        names = chain.names[-chain.session.max_message_blocks :]
+        first = len(names) - len(chain.own)
+        if chain.may & Access.COUNTS and len(chain.own) and first >= 0:
+            chain.session.poll()  # news is for nobody here, and is not to pile up
+            chain.session.acquire(chain.namespace, next(self._leases), names, first=first)
 
     # ------------------------------------------------------------ loading
 
@@ -139,7 +156,7 @@ class PageStore(Listener):
         """
         loaded = np.zeros(len(run.ids), dtype=np.bool_)
         chain = self._chain(run)
-        if chain is None or not len(loaded):
+        if chain is None or not len(loaded) or not chain.may & Access.READS:
             return loaded
         lease = self._taken_lease(chain.own[0])
         at, last_s = 0, time.monotonic()
@@ -208,7 +225,7 @@ class PageStore(Listener):
         if chain is None:
             return np.zeros(len(run.ids), dtype=np.bool_)
         stored = self._known(chain)
-        wanted = np.flatnonzero(~stored)
+        wanted = np.flatnonzero(~stored) if chain.may & Access.WRITES else np.empty(0, dtype=np.intp)
         until_s = time.monotonic() + self._patience.store_s
         while len(wanted):
             room = self._take_room(chain.session, len(wanted), until_s)

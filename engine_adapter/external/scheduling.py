@@ -36,6 +36,7 @@ from engine_adapter.external.link import Identity
 from engine_adapter.external.loading import Loading
 from engine_adapter.external.request import BlockIds, LiveRequest, PendingLoad, RequestFacts, page_table
 from engine_adapter.external.storing import Storing
+from kvstore.cache_use import Access
 from kvstore.client import Changed, Lost, Namespace, Session
 from kvstore.layout import NONE, Tier
 from kvstore.match import MatchResult
@@ -185,7 +186,9 @@ class Scheduling:
 
     def _lookup(self, request: LiveRequest, most: int) -> int | None:
         """Of `most` blocks those beyond the engine's own that a load may count on; None while that is not known."""
-        session = self._link.session
+        attached, session = self._link.attached, self._link.session
+        if attached is not None and not attached.use.access & Access.READS:
+            return 0
         if session is None or not session.connected:
             return None if self._link.expected is not None and self._patient(request) else 0
         chain = self._chain_of(request)
@@ -193,6 +196,8 @@ class Scheduling:
             return None if self._link.coming(request.facts.identity) and self._patient(request) else 0
         assert request.namespace is not None
         self._extend(request, chain)
+        if not session.may(request.namespace) & Access.READS:
+            return 0
         most = min(most, session.max_message_blocks)
         if most <= request.local_blocks:
             return 0
@@ -209,7 +214,7 @@ class Scheduling:
         request, session = self._requests.get(name), self._link.session
         if request is None:
             return
-        request.started = True
+        first_time, request.started = not request.started, True
         if external_tokens:
             begin = request.local_blocks
             pages = page_table(block_ids, begin, begin + external_tokens // self._rules.block_tokens)
@@ -217,6 +222,14 @@ class Scheduling:
             self._loading.begin(request, load, session)  # away: it is asked for when the daemon is back
         elif session is not None and request.load is None:
             self._touch(session, request)
+            if first_time:
+                self._count(session, request)
+
+    def had(self, name: str, tokens: int) -> None:
+        """For engines that do not ask `matched`: so many leading tokens of a request they have themselves."""
+        request = self._requests.get(name)
+        if request is not None:
+            request.local_blocks = tokens // self._rules.block_tokens
 
     def sources(self, name: str, external_tokens: int) -> tuple[int, int]:
         """Of the tokens to be loaded, how many came from DRAM and how many from a disk, also by being read ahead."""
@@ -362,7 +375,7 @@ class Scheduling:
         assert request.chain is not None
         assert request.namespace is not None
         hashes = request.chain.hashes[: session.max_message_blocks]
-        if not len(hashes):
+        if not len(hashes) or not session.may(request.namespace) & Access.READS:
             return
         request.on_disk = int((session.match(request.namespace, hashes).tiers == Tier.NVME).sum())
         request.asked_ahead_at = self._clock()
@@ -388,8 +401,18 @@ class Scheduling:
         if request.chain is None or request.namespace is None:
             return
         hashes = request.chain.hashes[: min(request.local_blocks, session.max_message_blocks)]
-        if len(hashes):
+        if len(hashes) and session.may(request.namespace):
             session.acquire(request.namespace, request.lease, hashes, first=len(hashes))
+
+    def _count(self, session: Session, request: LiveRequest) -> None:
+        """A dry run: the store counts what a lookup would have hit. It gives nothing, and nothing comes of it."""
+        if request.chain is None or request.namespace is None:
+            return
+        may = session.may(request.namespace)
+        most = (len(request.facts.token_ids) - 1) // self._rules.block_tokens
+        hashes = request.chain.hashes[: min(most, session.max_message_blocks)]
+        if may & Access.COUNTS and not may & Access.READS and len(hashes) > request.local_blocks:
+            session.acquire(request.namespace, request.lease, hashes, first=request.local_blocks)
 
     def _absorb_events(self, session: Session) -> None:
         for event in session.poll():
@@ -416,7 +439,9 @@ class Scheduling:
                 continue
             chain = self._chain_of(request)
             block_ids = block_ids_of(name) if chain is not None else None
-            if chain is None or block_ids is None:
+            if chain is None or block_ids is None or request.namespace is None:
+                continue
+            if not session.may(request.namespace) & Access.WRITES:
                 continue
             self._extend(request, chain)
             job = self._storing.job(session, request, full, block_ids)

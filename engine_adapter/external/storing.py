@@ -106,10 +106,12 @@ class Storing:
         return stored
 
     def _pass_over(self, session: Session, request: LiveRequest, full: int) -> None:
-        """Blocks that are cached, or are being stored by another request."""
+        """Blocks that are cached, whether or not they may be read, or are being stored by another request."""
         assert request.chain is not None
         assert request.namespace is not None
         hashes = request.chain.hashes
-        request.stored_blocks += session.match(request.namespace, hashes[request.stored_blocks : full]).hits
+        request.stored_blocks += session.match_all(
+            request.namespace, hashes[request.stored_blocks : full]
+        ).hits
         while request.stored_blocks < full and hashes[request.stored_blocks].tobytes() in self._hashes:
             request.stored_blocks += 1

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from engine_adapter.external.options import cache_use
 from engine_adapter.fingerprint import files_digest, folder_digest
 from kvstore.errors import ConfigError, InvalidArgument
 
@@ -35,6 +36,10 @@ class HiCacheOptions:
     """How long a load waits for its next page, which may be on a disk."""
     store_s: float = 1.0
     """How long a store waits for room."""
+    cache: str = "on"
+    """What this server does with the cache: `on`, `read`, `write`, `off` or `dry-run` (kvstore/cache_use.py)."""
+    tenant: str | None = None
+    """Whose pages they are; two tenants share none. None: nobody's in particular."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +77,13 @@ def options_of(extra_config: Mapping[str, object] | None) -> HiCacheOptions:
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(f"{_OURS} has no setting {unknown[0]!r}: use {', '.join(sorted(known))}")
-    texts = {name: given[name] for name in ("socket", "weights") if given.get(name) is not None}
+    names = ("socket", "weights", "cache", "tenant")
+    texts = {name: given[name] for name in names if given.get(name) is not None}
     times = {name: given[name] for name in ("load_s", "store_s") if name in given}
     for name, value in texts.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{_OURS}.{name} is a text, not {value!r}")
+    cache_use(texts.get("cache", "on"))
     for name, value in times.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 60:
             raise ConfigError(f"{_OURS}.{name} is a number of seconds from 0 to 60, not {value!r}")

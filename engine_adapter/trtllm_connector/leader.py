@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_adapter.external.jobs import StepPlan, StepReport
 from engine_adapter.external.link import Identity, LinkPlan, StoreLink
-from engine_adapter.external.options import ConnectorOptions
+from engine_adapter.external.options import ConnectorOptions, cache_use
 from engine_adapter.external.pages import part_bytes
 from engine_adapter.external.ranks import RankGroup
 from engine_adapter.external.request import RequestFacts
@@ -99,7 +99,10 @@ class LeaderHalf:
             table = _Table(lease=next(self._leases), identity=identity, tokens=list(request.get_tokens(0)))
             self._tables[name] = table
             self._scheduling.new(RequestFacts(id=name, token_ids=table.tokens, identity=identity))
-            return self._promise(name, table, computed_tokens)
+            tokens = self._promise(name, table, computed_tokens)
+            if not tokens:
+                self._scheduling.had(name, computed_tokens)
+            return tokens
 
     def _promise(self, name: str, table: _Table, computed_tokens: int) -> int:
         assert self._link is not None
@@ -232,6 +235,8 @@ class LeaderHalf:
                 room_blocks=self._options.room_blocks or _ROOM_BLOCKS,
                 parts=lambda identity: self._parts(shape, identity),
                 breaker_s=self._options.breaker_s,
+                use=cache_use(self._options.cache),
+                tenant=self._options.tenant,
             )
         )
         self._link.namespace(Identity())  # opens it as soon as there is a session

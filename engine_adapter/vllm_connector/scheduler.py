@@ -13,7 +13,7 @@ from typing import Any
 from engine_adapter.external.chain import Item
 from engine_adapter.external.jobs import StepPlan
 from engine_adapter.external.link import Identity, LinkPlan, StoreLink
-from engine_adapter.external.options import ConnectorOptions
+from engine_adapter.external.options import ConnectorOptions, cache_use
 from engine_adapter.external.pages import part_bytes
 from engine_adapter.external.ranks import RankGroup
 from engine_adapter.external.request import RequestFacts
@@ -71,6 +71,8 @@ class SchedulerHalf:
                 parts=identity.parts,
                 breaker_s=self._options.breaker_s,
                 return_s=self._options.return_patience_s,
+                use=cache_use(self._options.cache),
+                tenant=self._options.tenant,
             )
         )
         rules = SchedulingRules(

@@ -114,13 +114,25 @@ class Session:
     def match(self, namespace: Namespace, hashes: U64) -> MatchResult:
         """The leading blocks that are cached, looked up in the mapped tables: no call, no side effect, only a hint.
 
-        None for a session that does not read; where it is the service that gives no hits, `acquire` says so.
+        None for a session that does not read, nor where the service gives no hits.
         """
-        if not self.use.access & Access.READS:
+        if not self.may(namespace) & Access.READS:
             hashes = hashes[:0]
+        return self.match_all(namespace, hashes)
+
+    def match_all(self, namespace: Namespace, hashes: U64) -> MatchResult:
+        """As `match`, whatever may be read: what is there need not be stored again."""
         tables = self._attachment.memory.tables
         device = None if self.device is None else self.device.index
         return match(tables.columns, tables.index, namespace.handle, hashes, device=device)
+
+    def may(self, namespace: Namespace) -> Access:
+        """What a request of this session may do with a namespace now, by the mapped tables: a hint, as `match`."""
+        forbidden = self._attachment.memory.tables.columns.forbidden
+        taken = int(forbidden[0])
+        if namespace.handle + 1 < len(forbidden):
+            taken |= int(forbidden[namespace.handle + 1])
+        return self.use.access & ~Access(taken) if taken else self.use.access
 
     # ------------------------------------------------------------ what changes leases
 

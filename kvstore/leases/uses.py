@@ -1,7 +1,8 @@
 """Who may use the cache how: the service, each namespace and each session allow something, and all of it must.
 
 The store asks at each acquire and seal; the shell says what service and namespaces allow, and a session says its part
-when it attaches. Owner only. Pure.
+when it attaches. What service and namespaces take away stands in the tables too, for lookups of clients. Owner only.
+Pure.
 """
 
 from __future__ import annotations
@@ -38,19 +39,25 @@ _WRITES = int(Access.WRITES)
 class Uses:
     """What is allowed to whom. One owner; the shell sets it, the store asks."""
 
-    __slots__ = ("_everywhere", "_of_namespace")
+    __slots__ = ("_everywhere", "_forbidden", "_of_namespace")
 
-    def __init__(self, max_namespaces: int) -> None:
+    def __init__(self, max_namespaces: int, forbidden: NDArray[np.uint8]) -> None:
+        """`forbidden`: the column of the tables; what a daemon before this one said there ends."""
         self._everywhere = int(_ALL)
         self._of_namespace = bytearray([int(_ALL)]) * max_namespaces
+        self._forbidden = forbidden
+        forbidden[:] = 0
 
     def allow_everywhere(self, access: Access) -> None:
         """No request may do more than this."""
         self._everywhere = int(access)
+        self._forbidden[0] = int(_ALL & ~access)
 
     def allow(self, namespace: int, access: Access) -> None:
         """A namespace, and the tenant that it is of, allow this."""
         self._of_namespace[namespace] = int(access)
+        if namespace + 1 < len(self._forbidden):
+            self._forbidden[namespace + 1] = int(_ALL & ~access)
 
     def of(self, session: int, namespace: int) -> Allowed:
         """What a request of a session, which allows `session`, may do with a namespace."""

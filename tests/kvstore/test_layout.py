@@ -65,7 +65,12 @@ def test_columns_lie_apart_aligned_and_inside(shape: TableShape) -> None:
         for array in arrays(open_columns(memory, shape)).values()
         if array.size
     )
-    assert spans[0][0] >= 4096
+    header = struct.calcsize(f"<8s{len(fields(TableShape))}Q")
+    assert spans[0][0] >= header
+    assert [offset for offset, _ in spans if offset < 4096] == [
+        2048,  # `distrusts`
+        2112,  # `forbidden`
+    ]
     assert all(offset % 64 == 0 for offset, _ in spans)
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= len(memory) == table_bytes(shape)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.external.link import LinkPlan, StoreLink
 from engine_adapter.external.page_store import PageStore, Patience, Run
+from kvstore.cache_use import CacheUse
 from kvstore.client import connect
 from kvstore.errors import Unavailable
 from kvstore.geometry import opaque_geometry
@@ -39,7 +40,13 @@ class Engine:
     """Pages in this process's memory, by id."""
 
     def __init__(
-        self, socket: str, *, parts: dict[str, bytes] = PARTS, patience: Patience = QUICK, portion: int = 16
+        self,
+        socket: str,
+        *,
+        parts: dict[str, bytes] = PARTS,
+        patience: Patience = QUICK,
+        portion: int = 16,
+        use: CacheUse = CacheUse.ON,
     ) -> None:
         self.link = StoreLink(
             LinkPlan(
@@ -53,6 +60,7 @@ class Engine:
                     {**parts, "epoch": identity.epoch.encode()} if identity.epoch else parts
                 ),
                 breaker_s=0.3,
+                use=use,
             )
         )
         self.store = PageStore(self.link, payload_bytes=PAGE_BYTES, portion=portion, patience=patience)
@@ -138,6 +146,40 @@ def test_what_is_there_is_not_copied_again(pages: Engine) -> None:
     assert pages.put(ids) == [True] * 6
     assert pages.copied == 4
     assert pages.get(ids) == 6
+
+
+@pytest.mark.parametrize(
+    "use, served, stored",
+    [
+        (CacheUse.READ, True, False),
+        (CacheUse.WRITE, False, True),
+        (CacheUse.OFF, False, False),
+        (CacheUse.DRY_RUN, False, True),
+    ],
+)
+def test_an_engine_uses_of_the_store_what_it_says(
+    service: Service, pages: Engine, use: CacheUse, served: bool, stored: bool
+) -> None:
+    known, new = prompt(5), prompt(3)
+    assert pages.put(known) == [True] * 5
+    with engine(service.socket, use=use) as other:
+        other.await_store()
+        before = service.stats().counters
+        assert other.store.cached(Run(ids=[*known, *new])) == (5 if served else 0)
+        assert other.get(known) == (5 if served else 0)
+        assert other.put(known) == [True] * 5  # it is there, whoever may read it
+        assert other.copied == 0
+        assert other.put(new) == [stored] * 3
+        assert other.copied == (3 if stored else 0)
+        assert pages.get(new) == (3 if stored else 0)
+        assert other.link.session is not None
+        assert other.link.session.drain(5.0)
+        after = service.stats().counters
+        counted = 8 if use is CacheUse.DRY_RUN else 0
+        assert after.get("blocks_dry_run", 0) - before.get("blocks_dry_run", 0) == counted
+        assert after.get("blocks_would_hit_dram", 0) - before.get("blocks_would_hit_dram", 0) == (
+            5 if counted else 0
+        )
 
 
 def test_slots_have_no_bytes_of_others_behind_their_payload(service: Service, pages: Engine) -> None:
