@@ -21,17 +21,20 @@ __all__ = ["PressureCells"]
 
 
 class PressureCells:
-    """Cells of one device and one set of sizes, by name; without a file they are kept here alone."""
+    """Cells of one kind of run, by name; without a file they are kept here alone."""
 
-    def __init__(self, path: Path | None, device: str, sizes: Mapping[str, object]) -> None:
-        """Raises: InvalidArgument where the file has cells of other sizes, or of another kind of device."""
+    def __init__(
+        self, path: Path | None, device: str, sizes: Mapping[str, object], worker: Mapping[str, str]
+    ) -> None:
+        """Raises: InvalidArgument where the file has cells of other sizes or settings, or of another kind of device."""
         self._path = path
-        self._head: dict[str, Any] = {"device": device, "plan": json.loads(json.dumps(sizes))}
+        head = {"device": device, "plan": sizes, "worker": worker}
+        self._head: dict[str, Any] = json.loads(json.dumps(head))
         self._cells: dict[str, dict[str, Any]] = {}
         found = self._read()
-        if found and (found["plan"], _kind(found["device"])) != (self._head["plan"], _kind(device)):
+        if found and _what_counts(found) != _what_counts(self._head):
             raise InvalidArgument(
-                f"--out: {path} has cells of other sizes or another device: name another file"
+                f"--out: {path} has cells of other sizes or settings, or another device: name another file"
             )
         self._take(found)
 
@@ -63,9 +66,9 @@ class PressureCells:
         return found
 
 
-def _kind(device: object) -> str:
-    """`cuda` of `cuda:1`."""
-    return str(device).partition(":")[0]
+def _what_counts(head: Mapping[str, Any]) -> tuple[object, ...]:
+    """What cells must have in common; of the device `cuda` of `cuda:1`."""
+    return head["plan"], head.get("worker", {}), str(head["device"]).partition(":")[0]
 
 
 @contextmanager

@@ -70,7 +70,8 @@ def pressure(
     plan = plan_for(device, short=short)
     if model is not None:
         plan = replace(plan, model=model)
-    cells = PressureCells(out, resolve_device(device), _sizes(plan))
+    settings = worker_settings(worker)
+    cells = PressureCells(out, resolve_device(device), _sizes(plan), settings)
     wanted = [parse_cell(text) for text in cell] if cell else _missing(plan, cells)
     with progress() as say:
         measure = partial(
@@ -79,7 +80,7 @@ def pressure(
             say=say,
             device=device,
             parent=checked(folder),
-            worker=worker_settings(worker),
+            worker=settings,
         )
         failures = [
             _measured(cells, chosen, measure)

@@ -153,16 +153,20 @@ def test_a_run_goes_on_where_the_last_one_ended(bench: Bench) -> None:
 def test_processes_share_a_file(tmp_path: Path) -> None:
     """One a GPU: what one wrote was lost when another wrote what it had read before."""
     path, sizes = tmp_path / "pressure.json", {"hbm": "8GiB", "lengths": (1, 2)}
-    one, other = PressureCells(path, "cuda:0", sizes), PressureCells(path, "cuda:1", sizes)
+    one, other = (PressureCells(path, device, sizes, {}) for device in ("cuda:0", "cuda:1"))
     one.add({"cell": "a", "hits": 1})
     other.add({"cell": "b", "error": "no disk"})
     one.add({"cell": "c", "hits": 2})
     assert other.measured() == {"a", "c"}
-    assert [cell["cell"] for cell in PressureCells(path, "cuda:0", sizes).result()["cells"]] == [
+    assert [cell["cell"] for cell in PressureCells(path, "cuda:0", sizes, {}).result()["cells"]] == [
         "a",
         "b",
         "c",
     ]
-    for device, others in (("cpu", sizes), ("cuda:0", {**sizes, "hbm": "1GiB"})):
+    for device, others, worker in (
+        ("cpu", sizes, {}),
+        ("cuda:0", {**sizes, "hbm": "1GiB"}, {}),
+        ("cuda:0", sizes, {"worker.load": "always"}),
+    ):
         with pytest.raises(InvalidArgument, match="name another file"):
-            PressureCells(path, device, others)
+            PressureCells(path, device, others, worker)
