@@ -21,7 +21,8 @@ from tiers.base import Moves, Replies, StorageTier
 __all__ = ["FaultyStorage", "MeasuredStorage", "StorageCounts", "ThrottledStorage"]
 
 _MAX_SLEEP_S = 1.0
-_ROUNDING = 1e-3  # of a token: less than that is the clock's, not a debt
+_GATHERED_S = 0.1  # of tokens that nobody took, at most
+_ROUNDING_S = 1e-6  # the clock's, not a debt
 
 
 class _Decorator:
@@ -62,8 +63,8 @@ class _Decorator:
 class ThrottledStorage(_Decorator):
     """Bytes and operations a second, of reads and of writes, to spare the medium or leave it to others.
 
-    An operation is a piece: what one call of the disk moves. A caller waits before its transfer until each bound that
-    applies to it has room; bounds of reads never hold a write back, nor the other way round.
+    An operation is a piece: what one call of the disk moves. A caller waits before its transfer for as long as that may
+    take by each bound that applies to it; bounds of reads never hold a write back, nor the other way round.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ThrottledStorage(_Decorator):
         sleep: Callable[[float], None],
     ) -> None:
         super().__init__(inner)
+        self._clock = clock
         self._sleep = sleep
         self._bytes = {
             MoveKind.READ: _Bucket(limits.read_bytes_per_s, clock),
@@ -96,28 +98,25 @@ class ThrottledStorage(_Decorator):
         return self._inner.transfer(moves)
 
     def _wait(self, bucket: _Bucket, wanted: int) -> None:
-        with (
-            bucket.turn
-        ):  # a large call would wait for ever behind small ones that take each token as it comes
-            while (wait_s := bucket.take(wanted)) > 0:
-                self._sleep(min(wait_s, _MAX_SLEEP_S))
+        there_s = bucket.take(wanted)
+        while (wait_s := there_s - self._clock()) > _ROUNDING_S:
+            self._sleep(min(wait_s, _MAX_SLEEP_S))
 
 
 class _Bucket:
-    """Tokens that come at `rate` a second, one second's worth at most; a rate of 0 bounds nothing.
+    """Tokens that come at `rate` a second; a rate of 0 bounds nothing.
 
-    What is larger than the bucket goes through once the bucket is full, and its debt is waited off by the next.
+    What is not taken gathers for a moment only: with a second's worth, a disk that is asked now and then is not slow at
+    all. Takers wait in the order in which they took.
     """
 
-    __slots__ = ("_at", "_clock", "_lock", "_rate", "_tokens", "turn")
+    __slots__ = ("_at", "_clock", "_lock", "_rate", "_tokens")
 
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()
-        self.turn = threading.Lock()
-        """Held by the one call that waits for tokens next."""
-        self._tokens = float(rate)
+        self._tokens = rate * _GATHERED_S
         self._at = clock()
 
     @property
@@ -126,18 +125,15 @@ class _Bucket:
         return self._rate > 0
 
     def take(self, wanted: int) -> float:
-        """Takes `wanted` tokens and answers 0, or takes none and answers the seconds until they are there."""
-        if not self._rate:
-            return 0.0
+        """Takes `wanted` tokens; when the last of them is there. A time in the past, or now: they are."""
         with self._lock:
             now = self._clock()
-            self._tokens = min(float(self._rate), self._tokens + (now - self._at) * self._rate)
+            if not self._rate:
+                return now
+            self._tokens = min(self._rate * _GATHERED_S, self._tokens + (now - self._at) * self._rate)
             self._at = now
-            missing = min(wanted, self._rate) - self._tokens
-            if missing > _ROUNDING:
-                return missing / self._rate
             self._tokens -= wanted
-            return 0.0
+            return now - self._tokens / self._rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

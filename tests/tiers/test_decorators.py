@@ -47,12 +47,32 @@ def test_throttle_holds_writes_to_the_rate_and_reads_not(inner: MemoryStorage, h
     )
     for slot in range(11):
         throttled.transfer(harness.moves_for([slot]))
-    assert clock.now_s == pytest.approx(110.0)
+    assert clock.now_s == pytest.approx(110.9)
     throttled.transfer(harness.moves_back(list(range(11))))
-    assert clock.now_s == pytest.approx(110.0)
+    assert clock.now_s == pytest.approx(110.9)
 
 
-def test_throttle_lets_a_write_larger_than_the_bucket_through(inner: MemoryStorage, harness: Harness) -> None:
+def test_a_throttled_disk_that_is_asked_now_and_then_is_slow_each_time(
+    inner: MemoryStorage, harness: Harness
+) -> None:
+    """After a pause a second's worth came at once, and all of a call that was larger than that."""
+    clock = Clock()
+    throttled = ThrottledStorage(
+        inner, limits=NvmeThrottle(write_bytes_per_s=SLOT_BYTES), clock=clock, sleep=clock.sleep
+    )
+    for slot in range(3):
+        began = clock.now_s
+        throttled.transfer(harness.moves_for([slot]))
+        assert clock.now_s - began == pytest.approx(0.9)
+        clock.now_s += 30.0
+    began = clock.now_s
+    throttled.transfer(harness.moves_for([3, 4, 5]))
+    assert clock.now_s - began == pytest.approx(2.9)
+
+
+def test_throttle_lets_a_write_larger_than_a_seconds_rate_through(
+    inner: MemoryStorage, harness: Harness
+) -> None:
     """A block larger than one second of the rate waited for ever."""
     clock = Clock()
     throttled = ThrottledStorage(
@@ -60,7 +80,7 @@ def test_throttle_lets_a_write_larger_than_the_bucket_through(inner: MemoryStora
     )
     for slot in range(3):
         assert throttled.transfer(harness.moves_for([slot]))["status"].tolist() == [MoveStatus.OK]
-    assert clock.now_s == pytest.approx(108.0)
+    assert clock.now_s == pytest.approx(111.9)
 
 
 def test_throttle_holds_reads_to_their_own_rate(inner: MemoryStorage, harness: Harness) -> None:
@@ -72,7 +92,7 @@ def test_throttle_holds_reads_to_their_own_rate(inner: MemoryStorage, harness: H
     assert clock.now_s == 100.0
     for slot in range(11):
         throttled.transfer(harness.moves_back([slot]))
-    assert clock.now_s == pytest.approx(110.0)
+    assert clock.now_s == pytest.approx(110.9)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -84,9 +104,9 @@ def test_throttle_counts_the_calls_of_the_disk(harness: Harness, tmp_path: Path,
     throttled = ThrottledStorage(inner, limits=limits, clock=clock, sleep=clock.sleep)
     moves = harness.moves_for if kind == "write" else harness.moves_back
     throttled.transfer(moves(list(range(16))))  # side by side: one call
-    throttled.transfer(moves([0, 4, 8]))  # with it four, of which two were there at the start
+    throttled.transfer(moves([0, 4, 8]))  # three, since they lie apart
     throttled.transfer(moves([0]))
-    assert clock.now_s == pytest.approx(101.5)
+    assert clock.now_s == pytest.approx(102.4)  # five, of which 0.2 were there at the start
     inner.close()
 
 
