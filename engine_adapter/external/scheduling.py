@@ -257,10 +257,10 @@ class Scheduling:
             return StepPlan(before_step=before)
         self._absorb_events(session)
         stores, self._late_stores = self._late_stores, []
-        live = self._link.session
-        if live is not None:
-            stores += self._stores(live, scheduled, block_ids_of)
-        starting = self._loading.starting(self._link.expected) if self._loading else []
+        expected = self._link.expected
+        if expected is not None:  # slots in hand can be filled while the daemon is away
+            stores += self._stores(expected, scheduled, block_ids_of)
+        starting = self._loading.starting(expected) if self._loading else []
         for load in starting:
             self._copying[load.job.number] = _Copying(self._rules.ranks, load.request, load.job)
         if self._loading and not scheduled:
@@ -305,7 +305,7 @@ class Scheduling:
             attached.cancel(request.lease)
         if request.load is not None:
             return False  # the load's own end lets the pages go
-        session = self._link.session
+        session = self._link.expected
         if session is not None and block_ids:
             self._late_stores += self._stores(
                 session, [(name, computed_tokens)], lambda _: block_ids, request

@@ -1,6 +1,6 @@
 """A vLLM of its own process, told what to do by JSON lines: `python -m tests.vllm.driver OPTIONS`, a JSON object.
 
-    {"do": "generate", "prompts": [[token, …], …], "max_tokens": n, "salts": […], "loras": […]}
+    {"do": "generate", "prompts": [[token, …], …], "max_tokens": n, "salts": […], "loras": [[name, id, folder], …]}
         → [{"tokens": […], "logprobs": […], "cached": n, "finish": "…"}, …], each log-probability exact (as hex)
     {"do": "reset"}     forgets vLLM's own prefix cache
     {"do": "call", "name": "…", "arguments": […]}     a function of tests.vllm.inside, in this process
@@ -27,6 +27,7 @@ os.environ.update(
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 
 class Driver:
@@ -70,8 +71,9 @@ class Driver:
         params = SamplingParams(
             temperature=0.0, max_tokens=said.get("max_tokens", 8), logprobs=2, ignore_eos=True
         )
+        loras = [LoRARequest(*one) if one else None for one in said.get("loras", [])] or None
         began = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         took = time.perf_counter() - began
         return [self._shown(output, took) for output in outputs]
 

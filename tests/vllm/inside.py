@@ -122,26 +122,60 @@ def abort_during_load(driver: Driver, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def preemptions(driver: Driver) -> int:
-    """How often vLLM has preempted since this was asked first; asked before the first run."""
-    scheduler = driver.core.scheduler
-    if not hasattr(scheduler, "counted"):
-        scheduler.counted = [0, 0]
-        plain = scheduler._preempt_request
+class _Preempting:
+    """Preemptions since it was set up, and copies that wait for one."""
 
-        def preempt(request: Any, *rest: Any, **more: Any) -> None:
-            scheduler.counted[0] += 1
-            entry = scheduling(driver)._requests.get(request.request_id) if scheduler.connector else None
-            scheduler.counted[1] += bool(entry is not None and entry.stores)
-            plain(request, *rest, **more)
+    def __init__(self, driver: Driver) -> None:
+        self.all = self.during_stores = self.during_loads = 0
+        self._scheduler = driver.core.scheduler
+        self._half = scheduling(driver) if self._scheduler.connector else None
+        self._plain = self._scheduler._preempt_request
+        self._scheduler._preempt_request = self._preempt
 
-        scheduler._preempt_request = preempt
-    return int(scheduler.counted[0])
+    def _preempt(self, request: Any, *rest: Any, **more: Any) -> None:
+        self.all += 1
+        if self._half is not None:
+            entry = self._half._requests.get(request.request_id)
+            self.during_stores += bool(entry is not None and entry.stores)
+            self.during_loads += any(one.load is not None for one in self._half._requests.values())
+        self._plain(request, *rest, **more)
+
+    def await_one(self, direction: str, seconds: float) -> None:
+        """Returns when a request was preempted during a copy of that direction, nothing runs, or the time is over."""
+        before, until = getattr(self, f"during_{direction}"), time.monotonic() + seconds
+        while (
+            getattr(self, f"during_{direction}") == before
+            and self._scheduler.running
+            and time.monotonic() < until
+        ):
+            time.sleep(0.002)
 
 
-def preempted_during_stores(driver: Driver) -> int:
-    """Of the preemptions, those of requests whose blocks were being stored."""
-    return int(driver.core.scheduler.counted[1])
+def hold_copies(driver: Driver, direction: str, seconds: float) -> None:
+    """The next copy of one direction ("LOAD" or "STORE") that begins while something runs waits for a preemption."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from engine_adapter.copying.copier import Direction
+
+    copier, way = get_kv_transfer_group()._rank._working._mover._copier, Direction[direction]
+    plain = copier._copies
+
+    def copy(*arguments: int) -> None:
+        if driver.core.scheduler.running:
+            copier._copies = plain
+            driver.preempting.await_one(f"{direction.lower()}s", seconds)
+        plain[way](*arguments)
+
+    copier._copies = tuple(copy if at == way else one for at, one in enumerate(plain))
+
+
+def preemptions(driver: Driver) -> dict[str, int]:
+    """Since this was asked first: how many, and of these, those of requests that were being stored, and those while
+    some request was being loaded."""
+    if not hasattr(driver, "preempting"):
+        driver.preempting = _Preempting(driver)
+    found = driver.preempting
+    return {"all": found.all, "during_stores": found.during_stores, "during_loads": found.during_loads}
 
 
 def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:

@@ -99,8 +99,11 @@ class HostEngine:
         policy: str = "recompute",
         room: int = 16,
         return_s: float = 5.0,
+        ahead: int = 0,
         **rules: float,
     ) -> None:
+        """`ahead`: tokens of a step that it does not know yet, as of an engine that schedules asynchronously."""
+        self._ahead = ahead
         self.ranks = [_Rank(number, ranks, num_pages) for number in range(ranks)]
         nbytes = ranks * part_bytes(LAYERS * CONTENT)
         geometry = Geometry(
@@ -217,7 +220,7 @@ class HostEngine:
                 continue
             if request.state == "running":
                 self._grow(request)
-                computed.append((name, len(request.tokens)))
+                computed.append((name, len(request.tokens) + self._ahead))
         preempted, self._preempted = self._preempted, []
         plan = self.scheduling.plan(computed, preempted, lambda name: [self.requests[name].pages])
         outputs = [self._run_rank(rank, plan, computed) for rank in self.ranks]

@@ -270,6 +270,19 @@ def test_after_a_reset_nothing_from_before_is_read_or_stored(service: Service, e
     sound(service, one, other)
 
 
+def test_only_confirmed_tokens_are_hashed(service: Service, engine: Engines) -> None:
+    """An engine that schedules asynchronously counts tokens as computed before it knows them."""
+    one, other = engine(ahead=2 * BLOCK), engine()
+    prompt = tokens(101, 3 * BLOCK + 1)
+    one.add("grows", prompt, generate=2 * BLOCK)
+    one.run(lambda: "grows" in one.finished)
+    one.drain()
+    grown = [*one.finished["grows"].tokens]
+    assert one.scheduling.stats().stored_blocks == len(grown) // BLOCK
+    assert other.ask("again", [*grown, 1]) == len(grown) // BLOCK * BLOCK
+    sound(service, one, other)
+
+
 def test_no_room_is_no_error_and_no_hole(service: Service, engine: Engines) -> None:
     """A prompt of more blocks than there are slots in hand is stored over several steps, from its first block on."""
     one = engine(room=2, num_pages=64)

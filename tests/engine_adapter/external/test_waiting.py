@@ -11,6 +11,7 @@ from engine_adapter.external.link import Identity
 from engine_adapter.external.request import RequestFacts
 from engine_adapter.external.scheduling import Scheduling, SchedulingRules
 from engine_adapter.external.settling import Settling
+from kvstore.cache_use import Access, CacheUse
 from kvstore.client import Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import NONE, Tier
@@ -41,6 +42,10 @@ class TwinSession:
         self.tiers = [Tier.DRAM] * 3
         self.prefetches = 0
         self.columns = Columns()
+        self.use = CacheUse.ON
+
+    def may(self, namespace: Namespace) -> Access:
+        return self.use.access
 
     @property
     def tables(self) -> TwinSession:
