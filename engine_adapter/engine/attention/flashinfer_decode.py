@@ -24,31 +24,16 @@ from engine_adapter.engine.attention.page_lists import write_page_lists
 from engine_adapter.engine.passes import DecodeTensors
 from engine_adapter.engine.streams import Event, Queue
 
-__all__ = ["FlashInferDecode", "page_starts", "tensor_cores", "workspace_bytes"]
+__all__ = ["FlashInferDecode", "page_starts", "tensor_cores"]
 
 # From so many query heads a KV head on, a decode through tensor cores is the faster one. With fewer, FlashInfer's other
 # kernel has 1, 2 and 3.
 _TENSOR_CORE_GROUP = 4
-_LEAST_WORKSPACE_BYTES = 256 << 20
-_TILE_ROWS = (16, 64, 128)  # query heads of one KV head that a tile takes: the smallest that holds them
-_TILES_A_PROCESSOR = 2  # that keys are split into at most
 
 
 def tensor_cores(num_heads: int, kv_heads: int) -> bool:
     """Whether a decode of that shape goes through tensor cores."""
     return num_heads // kv_heads >= _TENSOR_CORE_GROUP
-
-
-def workspace_bytes(
-    num_heads: int, kv_heads: int, head_dim: int, *, max_sequences: int, multiprocessors: int
-) -> int:
-    """Device memory that FlashInfer's partial results take at most: float32, a tile for each row, or each split."""
-    group = num_heads // kv_heads
-    tile_rows = next((rows for rows in _TILE_ROWS if group <= rows), _TILE_ROWS[-1])
-    tiles = max(
-        max_sequences * (1 + -(-group // tile_rows)), _TILES_A_PROCESSOR * multiprocessors // kv_heads
-    )
-    return max(_LEAST_WORKSPACE_BYTES, tiles * tile_rows * num_heads * (head_dim + 1) * 4)
 
 
 def page_starts(counts: NDArray[np.int32]) -> Tensor:

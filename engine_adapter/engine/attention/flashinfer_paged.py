@@ -19,8 +19,8 @@ from engine_adapter.engine.attention.flashinfer_decode import (
     FlashInferDecode,
     page_starts,
     tensor_cores,
-    workspace_bytes,
 )
+from engine_adapter.engine.attention.flashinfer_limits import workspace_bytes
 from engine_adapter.engine.attention.paged_writer import PagedWriter
 from engine_adapter.engine.streams import Queue
 from kvstore.errors import ConfigError

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.engine_adapter.engine.interpreted import needs_interpreter  # isort: skip  (chooses before kernels load)
 
-from engine_adapter.engine.attention.flashinfer_limits import flashinfer_lacks
+from engine_adapter.engine.attention.flashinfer_limits import flashinfer_lacks, workspace_bytes
 from engine_adapter.engine.engine import Engine
 from engine_adapter.engine.loader import LoadedModel, load_model
 from engine_adapter.engine.plain import PlainBlockManager
@@ -35,6 +35,22 @@ SETTINGS = EngineSettings(overlap=1, max_running=5, chunk_tokens=40, threads=1, 
 )
 def test_shapes_without_kernels_are_known_before(head_dim: int, dtype: torch.dtype, expected: str) -> None:
     assert flashinfer_lacks(head_dim, dtype) == expected
+
+
+@pytest.mark.parametrize("num_heads, kv_heads", [(32, 8), (9, 3), (64, 8), (32, 1), (71, 1), (128, 1)])
+def test_the_workspace_holds_what_flashinfer_takes(num_heads: int, kv_heads: int) -> None:
+    """As its planner counts for a graph: a tile of query heads for each row or split, never fewer than fill the GPU."""
+    group, processors = num_heads // kv_heads, 132
+    tile = 128 if group > 64 else 64 if group > 16 else 16
+    given = {
+        most: workspace_bytes(num_heads, kv_heads, 128, max_sequences=most, multiprocessors=processors)
+        for most in (1, 64, 256, 1024)
+    }
+    for most, nbytes in given.items():
+        for rows in range(1, most + 1):
+            tiles = max(-(-rows * group // tile) + rows - 1, 2 * processors // kv_heads)
+            assert nbytes >= num_heads * tiles * tile * (128 + 1) * 4
+    assert given[1] >= 256 << 20
 
 
 @needs_interpreter
