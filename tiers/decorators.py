@@ -7,6 +7,7 @@ contract asks. Time and sleep are arguments.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from tiers.base import Moves, Replies, StorageTier
 __all__ = ["FaultyStorage", "MeasuredStorage", "StorageCounts", "ThrottledStorage"]
 
 _MAX_SLEEP_S = 1.0
+_MOST_WENT = 64  # transfers whose records are kept: 64 pieces of 512 moves are 4 MiB
 _GATHERED_S = 0.1  # of tokens that nobody took, at most
 _ROUNDING_S = 1e-6  # the clock's, not a debt
 
@@ -151,26 +153,34 @@ class StorageCounts:
 
 
 class MeasuredStorage(_Decorator):
-    """Counts what went through and how long it took. Blocks and bytes are those that went through well."""
+    """Counts what went through and how long it took. Blocks and bytes are those that went through well.
+
+    Adding up waits until somebody asks, or many transfers have come together: behind megabytes of blocks the processor
+    has nothing of it in a cache, and it cost 0.09 ms a piece. Moves and replies of a transfer must stay as they are.
+    """
 
     def __init__(self, inner: StorageTier, *, clock: Callable[[], float]) -> None:
         super().__init__(inner)
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the next
         self._counts = StorageCounts()
+        self._went: deque[tuple[Moves, Replies, float]] = deque()  # not added up yet
 
     def counts(self) -> StorageCounts:
         """The counts now."""
-        return self._counts
+        with self._lock:
+            for _ in range(len(self._went)):
+                moves, replies, busy_s = self._went.popleft()
+                self._counts = _sum(self._counts, _well(moves, replies), busy_s)
+            return self._counts
 
     def transfer(self, moves: Moves) -> Replies:
         """See StorageTier."""
         begin = self._clock()
         replies = self._inner.transfer(moves)
-        busy_s = self._clock() - begin
-        counts = _all_well(moves) if not replies["status"].any() else _as_it_went(moves, replies)
-        with self._lock:
-            self._counts = _sum(self._counts, counts, busy_s)
+        self._went.append((moves, replies, self._clock() - begin))
+        if len(self._went) >= _MOST_WENT:
+            self.counts()
         return replies
 
     def sync(self) -> None:
@@ -183,28 +193,21 @@ class MeasuredStorage(_Decorator):
             self._counts = replace(old, syncs=old.syncs + 1, busy_s=old.busy_s + busy_s)
 
 
-def _all_well(moves: Moves) -> StorageCounts:
-    """What moves that all went well add; of one kind, as in a piece, without a look at each."""
-    writes = moves["kind"] == MoveKind.WRITE
-    written = int(np.count_nonzero(writes))
-    nbytes = int(moves["length"].sum(dtype=np.uint64))
-    written_bytes = nbytes if written == len(moves) else int(moves["length"][writes].sum(dtype=np.uint64))
-    return StorageCounts(
-        read_blocks=len(moves) - written,
-        read_bytes=nbytes - written_bytes,
-        written_blocks=written,
-        written_bytes=written_bytes,
-    )
-
-
-def _as_it_went(moves: Moves, replies: Replies) -> StorageCounts:
-    """Rare: replies come in any order, and looking them up by id costs more than all the rest."""
+def _well(moves: Moves, replies: Replies) -> StorageCounts:
+    """What one transfer adds, its time aside. Replies may come in another order than moves."""
     statuses = replies["status"].tolist()
-    good = dict(zip(replies["id"].tolist(), statuses, strict=True))
-    well = [good[move] == MoveStatus.OK for move in moves["id"].tolist()]
-    counts = _all_well(moves[np.array(well, dtype=np.bool_)])
-    return replace(
-        counts,
+    kinds, lengths = moves["kind"].tolist(), moves["length"].tolist()
+    if any(statuses):
+        good = dict(zip(replies["id"].tolist(), statuses, strict=True))
+        went = [good[move] == MoveStatus.OK for move in moves["id"].tolist()]
+        kinds = [kind for kind, well in zip(kinds, went, strict=True) if well]
+        lengths = [length for length, well in zip(lengths, went, strict=True) if well]
+    written = [length for kind, length in zip(kinds, lengths, strict=True) if kind == MoveKind.WRITE]
+    return StorageCounts(
+        read_blocks=len(lengths) - len(written),
+        read_bytes=sum(lengths) - sum(written),
+        written_blocks=len(written),
+        written_bytes=sum(written),
         corrupt_blocks=statuses.count(MoveStatus.CORRUPT),
         failed_blocks=statuses.count(MoveStatus.IO_ERROR),
     )

@@ -1,7 +1,7 @@
 """How a disk is worked: by few threads that have several calls under way, or by many with one each.
 
 Where the kernel takes calls into a queue and goes on (io_submit(2), on most file systems), two threads fill any disk:
-each has 32 MiB under way, waits for several calls at once and computes checksums meanwhile.
+each has a piece under way, waits for several calls at once and computes checksums meanwhile.
 
 Elsewhere a virtual disk is full with a few, a real NVMe only with eight or more. Twice as many as fill the disk: while
 half of them wait for it, the others compute checksums. With as many as fill it, writes of 1.4 MiB blocks came to 0.7 of
