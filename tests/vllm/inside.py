@@ -250,6 +250,25 @@ def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:
     }
 
 
+def layout_of(driver: Driver, backend: list[str]) -> str:
+    """The layout that vLLM takes for the connector on a GPU whose attention backend can have these."""
+    from copy import copy
+    from types import SimpleNamespace
+
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    import engine_adapter.vllm as connector
+
+    config = copy(driver.llm.llm_engine.vllm_config)
+    config.cache_config = copy(config.cache_config)
+    config.cache_config.kv_cache_layout = None
+    plain, connector.current_platform = connector.current_platform, SimpleNamespace(is_cpu=lambda: False)
+    try:
+        return str(resolve_kv_cache_layout(config, [backend]).name)
+    finally:
+        connector.current_platform = plain
+
+
 def record_events(driver: Driver) -> None:
     """From now on the connector's events are kept."""
     connector = driver.core.scheduler.connector

@@ -86,8 +86,11 @@ def test_a_load_that_fails_ends_its_request_where_vllm_is_told_so(place: Path, p
 
 
 def test_a_step_with_nothing_to_do_costs_little_and_sends_nothing(place: Path, prompt: Prompt) -> None:
+    """And where an attention backend can have a block of all layers in one piece, vLLM is asked for that."""
     config = service_config(place)
     with started(config), Vllm(place / "vllm.log", connector={"socket": config.socket}) as vllm:
+        assert vllm.call("layout_of", ["LBHNC", "BLHNC"]) == "BLHNC"
+        assert vllm.call("layout_of", ["LBHNC"]) == "LBHNC"
         assert vllm.call("attached")
         vllm.generate(prompt(1, BLOCK))
         found = vllm.call("time_steps", prompt(2, 3 * BLOCK + 1), 100)

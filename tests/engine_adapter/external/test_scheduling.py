@@ -348,7 +348,7 @@ def test_what_was_asked_while_the_daemon_was_away_is_a_hit_when_it_is_back(
 
 
 def test_nobody_waits_for_long_for_a_daemon_that_does_not_answer(service: Service, engine: Engines) -> None:
-    one = engine(lookup_s=0.3, load_s=30.0, return_s=0.8)
+    one, other = engine(lookup_s=0.3, load_s=30.0, return_s=0.8), engine(load_s=30.0, return_s=30.0)
     prompt = tokens(141, 4 * BLOCK + 1)
     one.ask("cold", prompt)
     one.forget()
@@ -365,5 +365,5 @@ def test_nobody_waits_for_long_for_a_daemon_that_does_not_answer(service: Servic
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for("an answer", lambda: one.link.session is not None)
-    assert one.ask("warm", prompt) == 4 * BLOCK
-    sound(service, one)
+    assert other.ask("warm", prompt) == 4 * BLOCK
+    sound(service, one, other)
