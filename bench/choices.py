@@ -1,8 +1,7 @@
 """A daemon, a disk of a given speed and engines beside it, for the benchmarks of the planner and of the guard.
 
 All prompts are of one length and asked in turns, and together they are larger than HBM and DRAM: each comes from
-the disk, or is computed. The disk is the real one behind the throttle of the service (`nvme_throttle`), which lets
-a second's worth through at once after a pause; a prompt that is not counted comes first.
+the disk, or is computed. The disk is the real one behind the throttle of the service (`nvme_throttle`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Two cases. `dram`: DRAM holds a quarter of the prompts that are asked in turns, and there is no disk: what is copied
 there is gone before it is asked for again. `disk`: all prompts are on a disk that takes five times as long to give
-one as it takes to compute it. In each an engine over the service and one without are asked the same prompts by
-turns, in the same minutes; a second one without shows the noise. Counted is what comes after the first rounds, in
-which the guard learns.
+one as it takes to compute it. In each an engine over the service and two without are asked the same prompts by turns,
+in another order each time (`bench.paired`). The engine over the service is compared with the mean of the other two
+within a round; how far those two are apart is the noise. Counted is what comes after the first rounds, in which the
+guard learns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from bench.asked import Answer, AskedWorker
 from bench.choices import ChoicePlan, Household, household
+from bench.paired import in_turn, noise_alike, ratio, ratios
 from bench.report import Figure
 from bench.service import Service
 from bench.timing import median
@@ -32,9 +34,9 @@ CPU_SHORT = ChoicePlan(
     load_format="dummy",
     tokens=2048,
     prompts=8,
-    new_tokens=16,
+    new_tokens=48,
     chunk_tokens=256,
-    samples=12,
+    samples=18,
     dram_prompts=2.0,
 )
 CPU = ChoicePlan(
@@ -42,7 +44,7 @@ CPU = ChoicePlan(
     load_format="auto",
     tokens=1024,
     prompts=12,
-    new_tokens=16,
+    new_tokens=48,
     chunk_tokens=512,
     samples=36,
     dram_prompts=3.0,
@@ -52,7 +54,7 @@ CUDA = ChoicePlan(
     load_format="dummy",
     tokens=8192,
     prompts=12,
-    new_tokens=32,
+    new_tokens=64,
     chunk_tokens=8192,
     samples=36,
     dram_prompts=3.0,
@@ -61,7 +63,8 @@ CUDA = ChoicePlan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardCase:
-    """Medians of the counted prompts, over those of an engine without a service. `noise`: of a second one without."""
+    """Ratios: medians over the counted rounds, of the engine over the service to those without. `noise`: of those to
+    each other (`bench.paired.noise_alike`). Seconds are medians without a service."""
 
     case: str
     ttft_ratio: float
@@ -125,39 +128,45 @@ def _slow_disk(home: Household, say: Callable[[str], None]) -> GuardCase:
 
 def _compare(home: Household, service: Service, case: str, say: Callable[[str], None]) -> GuardCase:
     plan = home.plan
-    with_: list[Answer] = []
-    without: list[Answer] = []
-    again: list[Answer] = []
     before = service.counters()["guard_tiers_out_total"]
     with ExitStack() as stack:
-        engines: list[tuple[AskedWorker, list[Answer]]] = [
-            (stack.enter_context(home.engine(None, f"{case}-off")), without),
-            (stack.enter_context(home.engine(service, f"{case}-on")), with_),
-            (stack.enter_context(home.engine(None, f"{case}-off-again")), again),
-        ]
+        names = ("off", "on", "again")
+        engines: dict[str, AskedWorker] = {
+            name: stack.enter_context(home.engine(service if name == "on" else None, f"{case}-{name}"))
+            for name in names
+        }
         learn = _LEARN_ROUNDS * plan.prompts
-        for number in range(learn + plan.samples):
+        for number in range(learn):
             say(f"{case}: prompt {number + 1} of {learn + plan.samples}")
-            for engine, answers in engines if number >= learn else engines[1:2]:
-                answers.append(home.ask(engine, number % plan.prompts))
+            home.ask(engines["on"], number % plan.prompts)
+        answers: dict[str, list[Answer]] = {name: [] for name in names}
+        for number in range(learn, learn + plan.samples):
+            say(f"{case}: prompt {number + 1} of {learn + plan.samples}")
+            for name in in_turn(names, number):
+                answers[name].append(home.ask(engines[name], number % plan.prompts))
         counters = service.counters()
-    with_ = with_[learn:]
-    ttft, step = _medians(without)
+    ttft = _Sides({name: [answer.ttft_s for answer in found] for name, found in answers.items()})
+    step = _Sides({name: [answer.step_s for answer in found] for name, found in answers.items()})
     return GuardCase(
         case=case,
-        ttft_ratio=_medians(with_)[0] / ttft,
-        ttft_noise=abs(_medians(again)[0] / ttft - 1.0),
-        step_ratio=_medians(with_)[1] / step,
-        step_noise=abs(_medians(again)[1] / step - 1.0),
-        ttft_s=ttft,
-        step_s=step,
+        ttft_ratio=ttft.ratio,
+        ttft_noise=ttft.noise,
+        step_ratio=step.ratio,
+        step_noise=step.noise,
+        ttft_s=ttft.seconds,
+        step_s=step.seconds,
         tiers_out=counters["guard_tiers_out_total"] - before,
     )
 
 
-def _medians(answers: list[Answer]) -> tuple[float, float]:
-    """Time to the first token, and of a step of decoding."""
-    return median([answer.ttft_s for answer in answers]), median([answer.step_s for answer in answers])
+class _Sides:
+    """One figure of all rounds, by engine."""
+
+    def __init__(self, found: Mapping[str, list[float]]) -> None:
+        without = [(one + other) / 2 for one, other in zip(found["off"], found["again"], strict=True)]
+        self.ratio = ratio(found["on"], without)
+        self.noise = noise_alike(ratios(found["again"], found["off"]))
+        self.seconds = median(without)
 
 
 def figures(result: Mapping[str, Any]) -> list[Figure]:

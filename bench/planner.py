@@ -3,8 +3,8 @@
 The disk is throttled to a third, to once and to three times the rate at which loading a prompt takes as long as
 computing it. At each rate three engines are asked by turns, each for prompts of its own: one that loads all that is
 cached (`worker.load` always), one that computes all (never), and one that chooses (auto). `ratio` is the time to
-the first token of the last over the better of the other two. `noise` is how far the times of one engine at one rate
-are apart: half of what lies between the quartiles, over the median, the largest of the three.
+the first token of the last over that of the better of the other two, which is the one with the lower median, within a
+round; `noise` is how far the median of these ratios may be from where it belongs (`bench.paired.noise_of`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 from bench.asked import Answer
 from bench.choices import ChoicePlan, Household, household
+from bench.paired import in_turn, noise_of, ratios
 from bench.report import Figure
-from bench.timing import median, percentile
+from bench.timing import median
 from engine_adapter.engine.device import resolve_device
 from engine_adapter.loading.choice import LoadMode
 
@@ -33,7 +34,7 @@ CPU_SHORT = ChoicePlan(
     prompts=5,
     new_tokens=1,
     chunk_tokens=256,
-    samples=7,
+    samples=12,
 )
 CPU = ChoicePlan(
     model="smollm2", load_format="auto", tokens=2048, prompts=5, new_tokens=1, chunk_tokens=512, samples=8
@@ -52,7 +53,8 @@ _RATES = (1 / 3, 1.0, 3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerRow:
-    """One rate. Medians in seconds; `loaded_share`: of the tokens that the chooser did not compute."""
+    """One rate. Medians in seconds; `ratio`: of the rounds', as `noise`; `loaded_share`: of the tokens that the chooser
+    did not compute."""
 
     read_mb_per_s: float
     always_s: float
@@ -119,28 +121,24 @@ def _row(home: Household, bytes_per_s: int, say: Callable[[str], None]) -> Plann
         engines = {mode: stack.enter_context(home.engine(service, mode, load=mode.value)) for mode in modes}
         for sample in range(_WARM + plan.samples):
             say(f"disk of {bytes_per_s / 1e6:.1f} MB/s: {sample + 1} of {_WARM + plan.samples}")
-            for place, mode in enumerate(modes):
-                number = place * plan.prompts + sample % plan.prompts
+            for mode in in_turn(modes, sample):
+                number = modes.index(mode) * plan.prompts + sample % plan.prompts
                 answers[mode].append(home.ask(engines[mode], number))
     times = {mode: [answer.ttft_s for answer in found[_WARM:]] for mode, found in answers.items()}
     middle = {mode: median(found) for mode, found in times.items()}
-    better = min(middle["always"], middle["never"])
+    best = min("always", "never", key=middle.__getitem__)
+    chosen = ratios(times["auto"], times[best])
     shares = [answer.cached_tokens / answer.prompt_tokens for answer in answers["auto"][_WARM:]]
     return PlannerRow(
         read_mb_per_s=bytes_per_s / 1e6,
         always_s=middle["always"],
         never_s=middle["never"],
         auto_s=middle["auto"],
-        ratio=middle["auto"] / better,
-        excess_s=middle["auto"] - _PROMISE_SHARE * better - _PROMISE_S,
+        ratio=median(chosen),
+        excess_s=middle["auto"] - _PROMISE_SHARE * middle[best] - _PROMISE_S,
         loaded_share=median(shares),
-        noise=max(_spread(found) for found in times.values()),
+        noise=noise_of(chosen),
     )
-
-
-def _spread(times: Sequence[float]) -> float:
-    """Half of what lies between the quartiles, over the median."""
-    return (percentile(times, 75) - percentile(times, 25)) / 2 / median(times)
 
 
 def figures(result: Mapping[str, Any]) -> list[Figure]:

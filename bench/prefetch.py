@@ -3,8 +3,9 @@
 Two cases. `queue`: one request at a time runs, and DRAM has room for what waits: the disk reads while the engine
 answers. `thrash`: four run, and every document is asked twice at once while DRAM holds a fourth of them: what is read
 ahead must not push out what somebody needs. In each, a daemon with prefetch and one without (`prefetch_percent = 0`)
-take turns over the same files, each started anew, so that only the disk has anything. Ratios are of medians of the
-turns; the noise is how far turns without prefetch lie apart.
+take turns over the same files, each started anew, so that only the disk has anything: without, with, with, without, ….
+Ratios are medians of those of neighbours (`bench.paired`), and the noise is how far neighbouring turns without prefetch
+are apart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import kvstore
 from bench.asked import AskedWorker, Together, spawn_asked
+from bench.paired import in_turn, noise_alike, ratio, ratios
 from bench.report import Figure
 from bench.service import Service, serve_in
 from bench.timing import median
@@ -62,12 +64,12 @@ class PrefetchPlan:
 
 CPU_SHORT = PrefetchPlan(
     model="llama-tiny",
-    documents=6,
+    documents=8,
     tokens=2048,
     new_tokens=96,
     chunk_tokens=256,
     read_bytes_per_s=8 << 20,
-    turns=2,
+    turns=4,
 )
 CPU = PrefetchPlan(
     model="llama-tiny",
@@ -99,7 +101,7 @@ class PrefetchCase:
     """Of answered requests a second."""
     ttft_ratio: float
     noise: float
-    """How far the seconds of turns without prefetch lie apart, over their median."""
+    """Of goodput: how far turns without prefetch are from each other (`bench.paired.noise_alike`)."""
     seconds: float
     """With prefetch, until the last answer was complete."""
     ttft_s: float
@@ -205,20 +207,20 @@ class _Bench:
         """Turns with and without prefetch, one after the other."""
         turns: dict[int, list[_Turn]] = {_ON: [], _OFF: []}
         for number in range(self._plan.turns):
-            for percent in (_OFF, _ON) if number % 2 == 0 else (_ON, _OFF):
+            for percent in in_turn((_OFF, _ON), number):
                 kind = "with" if percent else "without"
                 say(f"{case.name}: {kind} prefetch, turn {number + 1} of {self._plan.turns}")
                 turns[percent].append(self._turn(case, percent))
         on, off = turns[_ON], turns[_OFF]
-        seconds = [turn.together.seconds for turn in off]
-        on_s = median([turn.together.seconds for turn in on])
+        with_s = [turn.together.seconds for turn in on]
+        without_s = [turn.together.seconds for turn in off]
         return PrefetchCase(
             case=case.name,
             requests=case.times * self._plan.documents,
-            goodput_ratio=median(seconds) / on_s,
-            ttft_ratio=median([turn.ttft_s for turn in on]) / median([turn.ttft_s for turn in off]),
-            noise=(max(seconds) - min(seconds)) / median(seconds),
-            seconds=on_s,
+            goodput_ratio=ratio(without_s, with_s),
+            ttft_ratio=ratio([turn.ttft_s for turn in on], [turn.ttft_s for turn in off]),
+            noise=noise_alike(ratios(without_s[1:], without_s[:-1])),
+            seconds=median(with_s),
             ttft_s=median([turn.ttft_s for turn in on]),
             useful_bytes=sum(turn.counters["prefetch_useful_bytes"] for turn in on),
             late_bytes=sum(turn.counters["prefetch_late_bytes"] for turn in on),
