@@ -21,7 +21,16 @@ from kvstore.errors import KvstoreError
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["DEADLINE_S", "Service", "children", "small_config", "start", "started", "wait_for"]
+__all__ = [
+    "DEADLINE_S",
+    "Service",
+    "children",
+    "kill_everything",
+    "small_config",
+    "start",
+    "started",
+    "wait_for",
+]
 
 DEADLINE_S = 30.0
 
@@ -179,6 +188,16 @@ class Service:
         _await_end([pid for pid in pids if _runs(pid, "kvstore.")], deadline_s)
         self.rpc.close()
         return self.process.wait(deadline_s)
+
+
+def kill_everything(service: Service) -> None:
+    """SIGKILL of keeper, daemon and movers, all at once: only the slabs are left."""
+    service.mover_pids()
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, or one would start another again
+        for pid in service.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    service.process.wait(DEADLINE_S)
 
 
 def _runs(pid: int, module: str) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from kvstore.config import ServeConfig
 from kvstore.units import MIB
-from tests.support.daemon import Service, small_config
+from tests.support.daemon import small_config
 
-__all__ = ["MODEL", "PYTHON", "Answer", "Vllm", "kill_everything", "service_config"]
+__all__ = ["MODEL", "PYTHON", "Answer", "Vllm", "service_config"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
@@ -142,16 +142,6 @@ class Vllm:
 
     def _tail(self) -> str:
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-20:])
-
-
-def kill_everything(service: Service) -> None:
-    """SIGKILL of keeper, daemon and movers, all at once: only the slabs are left."""
-    service.mover_pids()
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, or one would start another again
-        for pid in service.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-    service.process.wait(30)
 
 
 def service_config(folder: Path, **changes: Any) -> ServeConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvstore.client import connect
 from kvstore.wire.v1 import kvstore_pb2 as pb
-from tests.support.daemon import Service, started
-from tests.vllm.processes import Answer, Vllm, kill_everything, service_config
+from tests.support.daemon import Service, kill_everything, started
+from tests.vllm.processes import Answer, Vllm, service_config
 
 BLOCK = 32
 Prompt = Callable[[int, int], list[int]]

@@ -14,7 +14,7 @@ from kvstore.client import connect
 from kvstore.units import MIB
 from tests.engine_adapter.external.host_engine import BLOCK, HostEngine
 from tests.engine_adapter.external.test_scheduling import tokens
-from tests.support.daemon import Service, small_config, started, wait_for
+from tests.support.daemon import Service, kill_everything, small_config, started, wait_for
 
 PROMPTS, BLOCKS = 14, 24
 
@@ -68,3 +68,26 @@ def test_what_only_a_disk_has_is_waited_for_and_loaded(service: Service) -> None
             assert service.faults() == []
         finally:
             engine.close()
+
+
+def test_an_engine_that_outlives_all_of_the_service_hits_what_the_disk_has(service: Service) -> None:
+    """What is asked while nothing is there waits for the next service, and for its disk."""
+    engine = HostEngine(service.socket, lookup_s=30.0, load_s=30.0, return_s=30.0)
+    try:
+        engine.attached()
+        prompt = tokens(77, BLOCKS * BLOCK + 1)
+        wait_for("all of the prompt", partial(stored, engine, prompt))
+        with connect(service.socket) as client:
+            assert not client.flush(60.0).pending_blocks
+        kill_everything(service)
+        session = engine.link.attached
+        wait_for("a lost stream", lambda: session is not None and not session.connected)
+        engine.add("asked meanwhile", prompt)
+        assert engine.scheduling.matched("asked meanwhile", len(prompt), 0) is None
+        with started(service.config) as again:
+            engine.run(lambda: "asked meanwhile" in engine.finished, timeout_s=60.0)
+            assert engine.finished["asked meanwhile"].cached == BLOCKS * BLOCK
+            assert engine.bad == []
+            assert again.faults() == []
+    finally:
+        engine.close()
