@@ -22,6 +22,7 @@ from engine_adapter.external.ranks import RankGroup, RankListener
 from engine_adapter.external.request import RequestFacts
 from engine_adapter.external.scheduling import Scheduling, SchedulingRules
 from engine_adapter.external.working import Working
+from kvstore.cache_use import Access, CacheUse
 from kvstore.client.dram_member import DramMember
 from kvstore.geometry import Geometry, LayerGroup
 from tests.support.daemon import wait_for
@@ -72,7 +73,8 @@ class _Rank:
         ]
         pieces = PieceMap(layers)
         self.member = DramMember(number + 1, timeout_s=5.0)
-        self.mover = PieceMover(pieces, TwinCopier())
+        self.copier = TwinCopier()
+        self.mover = PieceMover(pieces, self.copier)
         self.working = Working(
             self.member, self.mover, part=number, part_bytes=part_bytes(pieces.payload_bytes)
         )
@@ -100,6 +102,7 @@ class HostEngine:
         room: int = 16,
         return_s: float = 5.0,
         ahead: int = 0,
+        use: CacheUse = CacheUse.ON,
         **rules: float,
     ) -> None:
         """`ahead`: tokens of a step that it does not know yet, as of an engine that schedules asynchronously."""
@@ -121,6 +124,7 @@ class HostEngine:
                 parts=parts_of,
                 breaker_s=0.5,
                 return_s=return_s,
+                use=use,
             )
         )
         self.policy = policy
@@ -142,7 +146,11 @@ class HostEngine:
 
     def attached(self) -> None:
         """Returns once there is a session, its stream is open and slots have come."""
-        wait_for("a session", lambda: self.link.session is not None and self.link.session.room_in_hand > 0)
+        wait_for("a session", lambda: self.link.session is not None)
+        session = self.link.session
+        assert session is not None
+        stores = session.use.access & Access.WRITES
+        wait_for("the stream", lambda: session.connected and bool(session.room_in_hand or not stores))
         wait_for("the namespace", lambda: self.link.namespace(Identity()) is not None)
 
     def add(
