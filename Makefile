@@ -56,7 +56,7 @@ $(GENERATED): $(PROTOS) proto/generate.py | $(STAMP)
 	$(BIN)/python proto/generate.py
 	@touch $@
 
-$(COMPILED): kvstore/native/hash_chain.c kvstore/native/slab_io.c kvstore/native/xxh3.h kvstore/native/build.py | $(STAMP)
+$(COMPILED): $(wildcard kvstore/native/*.c kvstore/native/*.h) kvstore/native/build.py | $(STAMP)
 	$(BIN)/python kvstore/native/build.py
 	@touch $@
 

@@ -61,10 +61,9 @@ NO_SLOT = -2
 NO_MEMORY = -3
 """The fault of a move that names memory that is not mapped."""
 _WINDOW_BYTES = 64 << 20
-"""What a thread may have under way where calls are queued: a piece. A disk was written at 0.95 of a plain loop's rate,
-at 0.91 with half of it, and with an eighth of it read at 0.7 to 0.9, as a thread comes late to its turn and the disk is
-through with what it was given. Smaller ones gain no processor time either: what a disk has just delivered is in no
-cache."""
+"""What a thread may have under way where calls are queued: a piece. A disk was written at 0.94 of a plain loop's rate
+and at 0.90 with half of it: a thread comes late to its turn, and the disk must not be through with what it was given.
+Smaller ones gain no processor time either: what a disk has just delivered is in no cache."""
 
 # A move as a plain tuple: where numpy costs 100 µs a move, tuples cost 10.
 _Row = tuple[int, int, int, int, int, bytes, bytes, bytes]
