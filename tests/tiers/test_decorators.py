@@ -133,6 +133,13 @@ def test_counts_are_of_what_went_through(inner: MemoryStorage, harness: Harness)
     )
 
 
+def test_counts_are_right_however_long_nobody_asks(inner: MemoryStorage, harness: Harness) -> None:
+    measured = MeasuredStorage(inner, clock=Clock())
+    for _ in range(150):
+        measured.transfer(harness.moves_for([0, 1]))
+    assert (measured.counts().written_blocks, measured.counts().written_bytes) == (300, 300 * SLOT_BYTES)
+
+
 def test_faults_leave_the_tier_untouched(inner: MemoryStorage, harness: Harness) -> None:
     def fail(moves: NDArray[np.void]) -> NDArray[np.uint32]:
         return np.full(len(moves), MoveStatus.IO_ERROR, dtype=np.uint32)

@@ -16,11 +16,12 @@ from kvstore.errors import AlreadyExists
 from kvstore.layout import Tier
 from kvstore.mover.link import MoverLink
 from kvstore.mover.queue import WorkQueue
-from kvstore.moves import MoveStatus
+from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire import mover as wire
 from tests.tiers.harness import DRAM, NVME, SLABS, SLOT_BYTES, Harness
 from tiers.dram import DramTier
 from tiers.nvme.directory import NvmeDirectory
+from tiers.nvme.trailer import checksum
 
 Start = Callable[..., MoverLink]
 _DEADLINE_S = 30.0
@@ -121,15 +122,32 @@ def test_blocks_go_down_and_come_back(start: Start, harness: Harness) -> None:
 def test_every_write_is_answered_although_replies_wait_for_each_other(start: Start, harness: Harness) -> None:
     # Replies of writes are held while there is more to do; those of the last pieces must not stay held.
     link = start(threads=1)
-    scattered = list(
-        range(0, 42, 2)
-    )  # no two are neighbours: 21 pieces, which no number of held replies divides
+    scattered = list(range(0, 42, 2))  # in fewer pieces than there may be held replies
     for slot in scattered:
         harness.fill(slot)
     assert link.send_moves(harness.moves_for(scattered)) == len(scattered)
     found = statuses(wait_for(link, wire.Replies, len(scattered)))
     assert len(found) == len(scattered)
     assert set(found.values()) == {MoveStatus.OK}
+
+
+def test_checks_beside_moves_are_each_answered(start: Start, harness: Harness) -> None:
+    """One batch of writes, reads and checks of DRAM, in any order: a check names no slab, and is no piece's part."""
+    link = start()
+    blocks = {slot: harness.fill(slot) for slot in range(6)}
+    assert link.send_moves(harness.moves_for([0, 1])) == 2
+    wait_for(link, wire.Replies, 2)
+    writes, checks, reads = harness.moves_for([2, 3]), harness.moves_for([4, 5]), harness.moves_back([0, 1])
+    checks["kind"], checks["nvme_extent"] = MoveKind.VERIFY, 9
+    for at, batch in enumerate((writes, checks, reads)):
+        batch["id"] = 10 * at + np.arange(2)
+    assert link.send_moves(np.concatenate([writes, checks, reads])) == 6
+    messages = wait_for(link, wire.Replies, 6)
+    assert statuses(messages) == dict.fromkeys([0, 1, 10, 11, 20, 21], MoveStatus.OK)
+    replies = np.concatenate([message.replies for message in messages if isinstance(message, wire.Replies)])
+    for number, slot in ((10, 4), (11, 5)):
+        found = replies["checksum"][replies["id"] == number].tobytes()
+        assert found == checksum(memoryview(blocks[slot]))
 
 
 def test_replies_of_many_pieces_come_as_one_message(start: Start, harness: Harness) -> None:
