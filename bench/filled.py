@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, RequestId
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,9 @@ class FilledBlocks:
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         """See BlockManager."""
+
+    def ended(self, request: RequestId, ending: Ending) -> None:
+        """See BlockManager. Nothing is kept."""
 
     def release(self, request: RequestId) -> None:
         """See BlockManager."""

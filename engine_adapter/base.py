@@ -16,12 +16,13 @@ a cached prefix come first in the table and are read-only to the engine; recycle
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "Arriving", "BlockManager", "Pages", "Reach", "RequestId"]
+__all__ = ["Admission", "Arriving", "BlockManager", "Ending", "Pages", "Reach", "RequestId"]
 
 RequestId = NewType("RequestId", str)
 EVERYTHING = 1 << 62
@@ -104,6 +105,15 @@ class Reach:
     stop_tokens: int
 
 
+class Ending(Enum):
+    """Why an answer ended, as far as that says when its conversation goes on."""
+
+    TOOL_USE = "tool_use"
+    """It called a tool: as soon as that has answered."""
+    END_TURN = "end_turn"
+    """It is somebody else's turn."""
+
+
 class BlockManager(Protocol):
     """Gives pages to requests and finds cached prefixes. One thread calls it; ids are unique among live requests."""
 
@@ -166,6 +176,10 @@ class BlockManager(Protocol):
 
         `token_ids` is the request's whole list, at least `num_tokens` long. Full blocks among them may be sealed.
         """
+        ...
+
+    def ended(self, request: RequestId, ending: Ending) -> None:
+        """The answer to a request has ended by itself, for this reason; its release follows. Never waits."""
         ...
 
     def release(self, request: RequestId) -> None:

@@ -21,10 +21,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, RequestId
 from engine_adapter.blocks.absence import Absence
 from engine_adapter.blocks.admissions import admission
 from engine_adapter.blocks.adoption import Adoption
+from engine_adapter.blocks.endings import say_ended
 from engine_adapter.blocks.entry import NO_PAGES, NO_SLOTS, Entry, Phase
 from engine_adapter.blocks.seals import seals
 from engine_adapter.blocks.write_through import WriteThrough
@@ -361,6 +362,10 @@ class KvstoreBlockManager:
                 self._seal(entry, range(begin, min(full, skipped.start)))
                 begin = max(begin, skipped.stop)
             entry.sealed_blocks = full
+
+    def ended(self, request: RequestId, ending: Ending) -> None:
+        """See BlockManager."""
+        say_ended(self._session, self._namespace, self._requests[request].chain.hashes, ending)
 
     def release(self, request: RequestId) -> None:
         """See BlockManager."""

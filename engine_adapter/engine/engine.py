@@ -23,6 +23,7 @@ from engine_adapter.engine.arriving import LateKv
 from engine_adapter.engine.attention.tiled import GRID_TOKENS
 from engine_adapter.engine.canary import Canary
 from engine_adapter.engine.detokenizer import Detokenizer
+from engine_adapter.engine.endings import ending_of
 from engine_adapter.engine.errors import InvalidRequest
 from engine_adapter.engine.kv_pool import view_pages
 from engine_adapter.engine.loader import LoadedModel
@@ -333,6 +334,8 @@ class Engine:
             live.first_token_at = self._clock()
         request = live.request
         if token in self.loaded.config.eos_token_ids and not live.params.ignore_eos:
+            answer = request.tokens[request.num_prompt : position + 1]
+            self._blocks.ended(request.id, ending_of(answer, self.loaded.tokenizer.tool_tokens))
             del request.tokens[position:]
             return self._finish(live, (), FinishReason.STOP)
         assert request.limit_tokens is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, RequestId
 
 __all__ = ["PlainBlockManager"]
 
@@ -79,6 +79,9 @@ class PlainBlockManager:
 
     def commit(self, request: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
         pass  # nothing is shared
+
+    def ended(self, request: RequestId, ending: Ending) -> None:
+        """See BlockManager. Nothing is kept."""
 
     def release(self, request: RequestId) -> None:
         table = self._tables.pop(request, None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from engine_adapter.engine.chat import ChatTemplate
+from engine_adapter.engine.endings import tool_tokens
 from engine_adapter.engine.errors import ModelError
 from engine_adapter.engine.source import ModelSource
 
@@ -21,6 +22,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._bos_token_id = bos_token_id
+        self.tool_tokens = tool_tokens(tokenizer.token_to_id)
+        """Those that begin a call of a tool."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt; the spelling of a special token in the text becomes that token."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.base import EVERYTHING, Admission, Pages, Reach, RequestId
+from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, RequestId
 from tests.support.pages import pages_of
 
 Key = tuple[int, ...]
@@ -39,6 +39,7 @@ class PrefixCacheBlocks:
         self.found_wrong: list[RequestId] = []
         self.ahead: dict[RequestId, int] = {}
         self.prepared: list[RequestId] = []
+        self.endings: list[tuple[RequestId, Ending]] = []
 
     def kv_pages(self) -> Pages:
         return pages_of(self.memory)
@@ -117,6 +118,10 @@ class PrefixCacheBlocks:
                 del self.filling[key]
             if key not in self.sealed and table.pages[block] not in self.sealed.values():
                 self.sealed[key] = table.pages[block]
+
+    def ended(self, request: RequestId, ending: Ending) -> None:
+        assert request in self.tables or request in self.queued
+        self.endings.append((request, ending))
 
     def release(self, request: RequestId) -> None:
         self.calls.append("release")
