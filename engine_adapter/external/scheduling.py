@@ -6,9 +6,10 @@ A request as it comes by here:
           ↑ a preempted request is matched and allocated again
 
 A lookup is answered from the tables that are mapped here, or by "ask again" while what would make it a hit is known to
-be on its way: a daemon that died a moment ago, a namespace that is being opened, disks that a new daemon has not read,
-blocks that are being read from one. Each request has one patience for all of these (`lookup_s`); the engine's other
-requests go on meanwhile. Where no daemon ever was, or one is away for long, nobody waits.
+be on its way: a daemon that died a moment ago, where the tables it left have the prompt; a namespace that is being
+opened; disks that a new daemon has not read; blocks that are being read from one. Each request has one patience for
+all of these (`lookup_s`); the engine's other requests go on meanwhile. Where no daemon ever was, or one is away for
+long, nobody waits.
 
 The acquire goes out once the engine has taken pages for the request, so what a lookup promised may be gone by then:
 such a load is given up, and the engine computes. While a daemon that died is expected back its loads wait for it. Of a
@@ -38,6 +39,7 @@ from engine_adapter.external.request import BlockIds, LiveRequest, PendingLoad, 
 from engine_adapter.external.storing import Storing
 from kvstore.cache_use import Access
 from kvstore.client import Changed, Lost, Namespace, Session
+from kvstore.client.descriptors import MappedMemory
 from kvstore.layout import NONE, Tier
 from kvstore.match import MatchResult
 
@@ -139,6 +141,7 @@ class Scheduling:
         self._epoch = ""
         self._events: deque[object] = deque(maxlen=_MAX_EVENTS)
         self._loaded_blocks = 0
+        self._tables: MappedMemory | None = None  # those of the last lookup that the daemon was there for
 
     # ------------------------------------------------------------ waiting requests
 
@@ -186,11 +189,9 @@ class Scheduling:
 
     def _lookup(self, request: LiveRequest, most: int) -> int | None:
         """Of `most` blocks those beyond the engine's own that a load may count on; None while that is not known."""
-        attached, session = self._link.attached, self._link.session
-        if attached is not None and not attached.use.access & Access.READS:
+        session = self._link.expected
+        if session is None or not session.use.access & Access.READS:
             return 0
-        if session is None or not session.connected:
-            return None if self._link.expected is not None and self._patient(request) else 0
         chain = self._chain_of(request)
         if chain is None:
             return None if self._link.coming(request.facts.identity) and self._patient(request) else 0
@@ -202,6 +203,11 @@ class Scheduling:
         if most <= request.local_blocks:
             return 0
         found = session.match(request.namespace, chain.hashes[request.local_blocks : most])
+        if not session.connected or not session.available:
+            # What it had when it went it will have when it is back, unless the tables are a new daemon's already.
+            hopeless = not found.hits and session.tables is self._tables
+            return None if not hopeless and self._patient(request) else 0
+        self._tables = session.tables
         complete = found.hits == most - request.local_blocks and bool((found.tiers == Tier.DRAM).all())
         if not complete and not self._link.settled and self._patient(request):
             return None

@@ -36,6 +36,7 @@ class TwinSession:
 
     def __init__(self) -> None:
         self.connected = True
+        self.available = True
         self.streams = 1
         self.silence_s = 0.0
         self.max_message_blocks = 1024
@@ -43,13 +44,10 @@ class TwinSession:
         self.prefetches = 0
         self.columns = Columns()
         self.use = CacheUse.ON
+        self.tables: object = self
 
     def may(self, namespace: Namespace) -> Access:
         return self.use.access
-
-    @property
-    def tables(self) -> TwinSession:
-        return self
 
     def match(self, namespace: Namespace, hashes: NDArray[np.uint64]) -> MatchResult:
         tiers = np.array(self.tiers[: len(hashes)], dtype=np.uint8)
@@ -126,7 +124,11 @@ def test_a_lookup_waits_for_a_daemon_that_is_expected_back_and_for_no_other() ->
     assert rig.ask() is None  # the stream is not open yet: what is asked now might find nobody
     rig.link.twin.connected = True
     assert rig.ask() == HIT
-    rig.link.gone, rig.link.twin.connected, rig.link.hope = True, False, False
+    rig.link.gone, rig.link.twin.connected, rig.link.twin.tiers = True, False, []
+    assert rig.ask("not cached") == 0
+    rig.link.twin.tables = object()
+    assert rig.ask("in the tables of a new daemon") is None
+    rig.link.twin.tiers, rig.link.hope = [Tier.DRAM] * 3, False
     assert rig.ask("later") == 0
 
 
@@ -136,10 +138,11 @@ def test_all_that_a_lookup_waits_for_is_in_one_patience() -> None:
     while rig.now < began + 1.5:
         assert rig.ask() is None
     rig.link.gone, rig.link.twin.connected = False, True
-    rig.link.opened = None
+    rig.link.settled, rig.link.twin.tiers = False, []
     while rig.ask() is None:
         assert rig.now < began + LOOKUP_S + 0.05
     assert rig.now >= began + LOOKUP_S
+    rig.link.opened = None
     assert rig.answer("another") == 0  # after a patience of its own
 
 
