@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from kvstore.config import ServeConfig
 from kvstore.units import MIB
-from tests.support.daemon import small_config
+from tests.support.daemon import Service, small_config, wait_for
 
-__all__ = ["MODEL", "PYTHON", "Answer", "Vllm", "service_config"]
+__all__ = ["MODEL", "PYTHON", "Answer", "Vllm", "await_slots_back", "service_config"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
@@ -142,6 +142,11 @@ class Vllm:
 
     def _tail(self) -> str:
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-20:])
+
+
+def await_slots_back(service: Service, vllm: Vllm) -> None:
+    """Returns when nobody holds any DRAM slot but those that vLLM has in hand, to fill. Raises TimeoutError."""
+    wait_for("slots back", lambda: service.tier("dram").held_slots <= vllm.call("slots_in_hand"))
 
 
 def service_config(folder: Path, **changes: Any) -> ServeConfig:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import started
-from tests.vllm.processes import Vllm, service_config
+from tests.vllm.processes import Vllm, await_slots_back, service_config
 
 BLOCK = 32
 
@@ -40,5 +40,5 @@ def test_a_daemon_that_is_down_at_the_start_dies_in_the_middle_and_comes_back(
             vllm.reset()
             assert vllm.generate(tokens)[0].cached == 5 * BLOCK
             assert service.faults() == []
-            assert service.tier("dram").held_slots <= vllm.call("slots_in_hand")
+            await_slots_back(service, vllm)
         assert vllm.call("stats")["requests"] == 0

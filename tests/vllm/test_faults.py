@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import started
-from tests.vllm.processes import Vllm, service_config
+from tests.vllm.processes import Vllm, await_slots_back, service_config
 
 BLOCK = 32
 Prompt = Callable[[int, int], list[int]]
@@ -55,7 +55,7 @@ def test_a_load_that_fails_or_finds_nothing_is_computed(place: Path, prompt: Pro
         vllm.reset(connector=True)  # as after new weights
         assert vllm.generate(tokens)[0].cached == 0
         assert service.faults() == []
-        assert service.tier("dram").held_slots <= vllm.call("slots_in_hand")
+        await_slots_back(service, vllm)
 
 
 def test_a_load_that_fails_ends_its_request_where_vllm_is_told_so(place: Path, prompt: Prompt) -> None:
@@ -82,7 +82,7 @@ def test_a_load_that_fails_ends_its_request_where_vllm_is_told_so(place: Path, p
         again = vllm.generate(tokens)[0]
         assert (again.cached, again.tokens) == (4 * BLOCK, local.tokens)
         assert service.faults() == []
-        assert service.tier("dram").held_slots <= vllm.call("slots_in_hand")
+        await_slots_back(service, vllm)
 
 
 def test_a_step_with_nothing_to_do_costs_little_and_sends_nothing(place: Path, prompt: Prompt) -> None:

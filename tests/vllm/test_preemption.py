@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import started
-from tests.vllm.processes import Vllm, service_config
+from tests.vllm.processes import Vllm, await_slots_back, service_config
 
 BLOCK = 32
 NEAR_TIE = 1e-3
@@ -57,4 +57,4 @@ def test_six_growing_requests_in_forty_blocks(place: Path, prompt: Callable[[int
         print(f"{ties} of {2 * len(prompts)} answers part from the reference at a near tie")
         assert vllm.call("stats")["requests"] == 0
         assert service.faults() == []
-        assert service.tier("dram").held_slots <= vllm.call("slots_in_hand")
+        await_slots_back(service, vllm)
