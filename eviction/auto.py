@@ -1,8 +1,9 @@
-"""`auto`: the policy that would have hit most often lately, by shadows, and never for long one that is worse than LRU.
+"""`auto`: the policy that would have hit most often lately, and never for long one that is worse than LRU.
 
-Every candidate runs in a shadow (`shadow.py`) over the same sample of blocks; the cache follows the one in charge.
-Another takes over when its shadow hit more often by a margin; LRU already when it hit more often at all. So what is
-lost against LRU is bounded by what the shadows need to notice it: the half-life of their counts.
+What the cache hits less than LRU would is known exactly (`floor.py`): when a policy has cost what one may cost, LRU
+takes over. What others would hit more than the cache is estimated by shadows (`shadow.py`) over a sample of the blocks:
+one of them takes over when its lead is beyond chance and more than was lost by such changes so far. The hazard policy
+is in charge first, and has a larger shadow while it is not: it is the one that is best on most loads.
 
 The hazard policy is told of every use whoever is in charge: it never stops learning, and it knows in which order blocks
 were used, from which any other candidate is made when that takes over.
@@ -17,6 +18,7 @@ import numpy as np
 
 from eviction.arc import ArcPolicy
 from eviction.base import MayGo, Policy, PolicyFactory, Rows, Stop, Use
+from eviction.floor import Floor
 from eviction.hazard import HazardPolicy
 from eviction.lru import LruPolicy
 from eviction.s3fifo import S3FifoPolicy
@@ -27,9 +29,9 @@ __all__ = ["AutoPolicy"]
 _FLOOR = "lru"
 _FIRST = "hazard"  # what it has not learned yet it orders like LRU
 _OTHERS: dict[str, PolicyFactory] = {_FLOOR: LruPolicy, "arc": ArcPolicy, "s3fifo": S3FifoPolicy}
+_UNDERSTUDY_BLOCKS = 2048  # up to twice as large a cache is shadowed as a whole
 _FEWEST_SEEN = 1024.0  # sampled blocks: before that nothing is changed
-_MARGIN = 0.02  # of the sampled blocks: a change costs what the one in charge has learned, so it must pay
-_FLOOR_MARGIN = 0.001
+_MARGIN = 0.02  # of the sampled blocks: a shadow is smaller than the cache, and so may be wrong by some of it
 _DEVIATIONS = 3.0  # batches of one burst are not independent, so two would be exceeded by chance too often
 
 
@@ -41,8 +43,9 @@ class AutoPolicy:
         self._hazard = HazardPolicy(rows=rows, capacity_blocks=capacity_blocks)
         self._other: Policy | None = None  # in charge, where the hazard policy is not
         self.in_charge = _FIRST
-        in_small = partial(HazardPolicy, teacher=self._hazard)
-        self.shadows = Shadows({_FIRST: in_small, **_OTHERS}, capacity_blocks)
+        self.floor = Floor(places=self._hazard.most_places, capacity_blocks=capacity_blocks)
+        self.shadows = Shadows(_OTHERS, capacity_blocks)
+        self._understudy: Shadows | None = None  # of the hazard policy, while that is not in charge
         self._names = np.zeros(rows, dtype=np.uint64)
         self._depths = np.zeros(rows, dtype=np.uint32)
         self._waiting: Sequence[Rows] = ()
@@ -53,17 +56,25 @@ class AutoPolicy:
     def use(self, use: Use) -> None:
         """Touches and inserts, in the shadows too."""
         self._hazard.use(use)
+        gain = self.floor.use(self._hazard.places, self._hazard.known, ~use.fresh)
         if self._other is not None:
             self._other.use(use)
         self._names[use.rows] = use.names
         self._depths[use.rows] = use.depths
-        if self.shadows.use(use):
+        if self.in_charge != _FLOOR and self.floor.broken:
+            self._hand_over(_FLOOR)
+        if self.shadows.use(use, gain):
             self._judge()
+        if self._understudy is not None and self._understudy.use(use, gain):
+            lead = self._understudy.lead(_FIRST)
+            if lead.blocks > self.floor.price:
+                self._hand_over(_FIRST)
 
     def ended(self, rows: Rows, stop: Stop) -> None:
         """For who learns from it."""
         self._hazard.ended(rows, stop)
-        self.shadows.ended(self._names[rows], stop)
+        if self._understudy is not None:
+            self._understudy.ended(self._names[rows], stop)
 
     def expect(self, waiting: Sequence[Rows]) -> None:
         """For whoever is in charge."""
@@ -75,22 +86,30 @@ class AutoPolicy:
         found = self._charged().victims(count, now_s, may_go)
         if self._other is not None:
             self._hazard.remove(found)
+        self.floor.trim(len(self))
         return found
 
     def remove(self, rows: Rows) -> None:
         """From all."""
+        self.floor.remove(self._hazard.find(self._names[rows[self._hazard.has(rows)]]))
         self._hazard.remove(rows)
         if self._other is not None:
             self._other.remove(rows)
 
     def hit_rates(self) -> Mapping[str, float]:
         """See Chooser."""
-        seen = self.shadows.seen
-        return {name: hits / seen for name, hits in self.shadows.hits.items()} if seen else {}
+        shadows = self.shadows
+        if not shadows.seen:
+            return {}
+        rates = {name: hits / shadows.seen for name, hits in shadows.hits.items()}
+        if self._understudy is not None and self._understudy.seen:
+            rates[_FIRST] = self._understudy.hits[_FIRST] / self._understudy.seen
+        return rates | {self.in_charge: (shadows.hits[_FLOOR] + shadows.gain) / shadows.seen}
 
     def check_integrity(self) -> None:
         """Raises AssertionError where policies differ in what is cached. O(rows)."""
         self._hazard.check_integrity()
+        self.floor.check_integrity()
         if self._other is not None:
             self._other.check_integrity()
             assert len(self._other) == len(self)
@@ -103,18 +122,27 @@ class AutoPolicy:
         if shadows.seen < _FEWEST_SEEN:
             return
         best = max(shadows.hits, key=shadows.hits.__getitem__)
-        for name, margin in ((best, _MARGIN), (_FLOOR, _FLOOR_MARGIN)):
-            if name != self.in_charge:
-                lead, deviations = shadows.lead(name, self.in_charge)
-                if lead > margin and deviations > _DEVIATIONS:
-                    self._hand_over(name)
-                    return
+        lead = shadows.lead(best)
+        clear = lead.share > _MARGIN and lead.deviations > _DEVIATIONS
+        if clear and best != self.in_charge and lead.blocks > self.floor.price:
+            self._hand_over(best)
 
     def _hand_over(self, name: str) -> None:
         self._charged().expect(())
         self.in_charge = name
         self._other = None if name == _FIRST else self._made(_OTHERS[name])
         self._charged().expect(self._waiting)
+        self.floor.settle()
+        self.shadows.begin_anew()
+        if name == _FIRST:
+            self._understudy = None
+        elif self._understudy is None:
+            small = partial(HazardPolicy, teacher=self._hazard)
+            self._understudy = Shadows(
+                {_FLOOR: LruPolicy, _FIRST: small}, self._capacity, blocks=_UNDERSTUDY_BLOCKS
+            )
+        else:
+            self._understudy.begin_anew()
 
     def _made(self, factory: PolicyFactory) -> Policy:
         """A policy that knows what is cached, and in which order it was used. O(rows)."""

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import Use
-from eviction.ranked import Entries, RankedPolicy
+from eviction.class_log import Entries
+from eviction.ranked import RankedPolicy
 
 __all__ = ["GdsfPolicy"]
 
@@ -60,7 +61,7 @@ class GdsfPolicy(RankedPolicy):
         of_heads = np.concatenate(heads)
         if len(of_heads) >= count:
             highest = float(np.partition(of_heads, count - 1)[count - 1])
-            parts = [log.up_to(highest - value, self._stamp) for log, value in logs]
+            parts = [log.up_to(highest - value, count, self._stamp) for log, value in logs]
         else:
             parts = [log.first(count, self._stamp) for log, _ in logs]
         ranks = np.concatenate([part.marks + value for part, (_, value) in zip(parts, logs, strict=True)])

@@ -22,6 +22,8 @@ class Ghosts:
     def __init__(self, *, capacity_blocks: int) -> None:
         self._names = Names(max(_PLACES * capacity_blocks, _FEWEST_PLACES))
         self._order = Order(len(self._names))
+        self._names.commit()
+        self._order.commit()
 
     def __len__(self) -> int:
         return len(self._order)

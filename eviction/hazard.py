@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import Rows, Stop, Use
+from eviction.class_log import Entries
 from eviction.names import NOWHERE, Names
-from eviction.ranked import Entries, RankedPolicy
+from eviction.ranked import RankedPolicy
 from eviction.reuse_ages import BUCKETS, ReuseAges, age_buckets, age_cuts
 
 __all__ = ["HazardPolicy"]
@@ -53,7 +54,20 @@ class HazardPolicy(RankedPolicy):
         self._life_of = np.zeros(rows, dtype=np.int64)  # [rows] open life of the last use
         self._ages = ReuseAges((_MOST_USES, _GAPS * _STOPS), remembered)
         self._refresh_at = self._uses_to_refresh = 0
+        self.places: I64 = np.empty(0, dtype=np.int64)
+        """[n] of the blocks of the last use, where this keeps what it knows of them by name; NOWHERE: nowhere."""
+        self.known: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+        """[n] whether it knew them before that use."""
         self._teacher = self if teacher is None else teacher
+
+    @property
+    def most_places(self) -> int:
+        """All `places` are below it."""
+        return len(self._names)
+
+    def find(self, names: NDArray[np.uint64]) -> I64:
+        """[n] as `places`, of any names."""
+        return self._names.find(names)
 
     @property
     def worth(self) -> F64:
@@ -63,22 +77,23 @@ class HazardPolicy(RankedPolicy):
     def _classify(self, use: Use) -> I64:
         places = self._names.find(use.names)
         n, fresh_class = len(places), _NO_GAP * _STOPS + int(use.stop)
-        known = (places != NOWHERE).nonzero()[0]
-        uses = self._uses[places[known]]  # before this one
-        ages = self._ages.end(self._life[places[known]] - 1, use.now_s)
+        self.places, self.known = places, places != NOWHERE
+        all_known = bool(self.known.all())
+        old = places if all_known else places[self.known]
+        uses = self._uses[old]  # before this one
+        ages = self._ages.end(self._life[old] - 1, use.now_s)
         gaps = np.minimum(age_buckets(ages) // _GAP_BUCKETS, _NO_GAP)
-        of_known: I64 = (uses * np.int64(_GAPS) + gaps) * _STOPS + int(use.stop)
-        if len(known) == n:
-            classes = of_known
-        else:
-            classes = np.full(n, fresh_class)
-            classes[known] = of_known
+        classes: I64 = (uses * np.int64(_GAPS) + gaps) * _STOPS + int(use.stop)
+        if not all_known:
+            of_known, classes = classes, np.full(n, fresh_class)
+            classes[self.known] = of_known
         first = self._ages.begin(classes, use.now_s)
         lives = np.arange(first, first + n)
         self._life_of[use.rows] = lives
-        self._uses[places[known]] = np.minimum(uses + 1, _MOST_USES - 1)
-        self._life[places[known]] = lives[known] + 1  # first, so that none of these has to make way
-        if len(known) < n:
+        self._uses[old] = np.minimum(uses + 1, _MOST_USES - 1)
+        # First, so that none of these has to make way.
+        self._life[old] = (lives if all_known else lives[self.known]) + 1
+        if not all_known:
             self._name_new(use.names, places, lives)
         self._uses_to_refresh -= 1
         if self._teacher is self and self._ages.lives >= self._refresh_at and self._uses_to_refresh <= 0:
@@ -90,8 +105,8 @@ class HazardPolicy(RankedPolicy):
 
     def _name_new(self, names: NDArray[np.uint64], places: I64, lives: I64) -> None:
         """Names that have no place get one; those that they push out are no longer followed."""
-        new = (places == NOWHERE).nonzero()[0]
-        put = self._names.put(names[new], self._life)
+        new = (~self.known).nonzero()[0]
+        places[new] = put = self._names.put(names[new], self._life)
         lives = lives[new]
         if (nowhere := put == NOWHERE).any():
             self._ages.forget(lives[nowhere])
@@ -126,8 +141,7 @@ class HazardPolicy(RankedPolicy):
         cuts: list[I64] = []
         numbers: list[int] = []
         for number, log in enumerate(self._logs):
-            if log is not None and len(log):
-                entries = log.entries()
+            for entries in log.parts() if log is not None else ():
                 parts.append(entries)
                 cuts.append(age_cuts(entries.marks, self._now_s))
                 numbers.append(number)

@@ -35,6 +35,10 @@ class Names:
         """Places."""
         return self._buckets.size
 
+    def commit(self) -> None:
+        """Takes its memory now: names lie anywhere in it, so a call that adds many would wait for as many pages."""
+        self._buckets.fill(0)
+
     def find(self, names: NDArray[np.uint64]) -> I64:
         """[n] the place of each name, NOWHERE where it is not known."""
         buckets = (names & self._mask).astype(np.int64)

@@ -1,8 +1,8 @@
 """An order of rows in arrays: rows are appended in batches and taken from the front.
 
 Owns a log of rows and, for each row, where in the log it stands. A row that is appended again or removed leaves its old
-entry behind, which is passed over; the log is packed when it is full, so everything is amortised O(1) a row and numpy
-alone.
+entry behind, which is passed over. The log is in segments: whenever one is begun some neighbours that are mostly dead
+are made one, so that the log stays a few times as long as the order, and no call pays for all of it at once.
 """
 
 from __future__ import annotations
@@ -14,28 +14,44 @@ from eviction.base import MayGo, Rows
 
 __all__ = ["Order"]
 
-_NOWHERE = np.int64(0)  # serial numbers begin at 1, so that a new order is zeros, which take no memory
-_FIRST_LOG_ROWS = 1024
+_FEWEST_SEGMENT = 1 << 10
+_MOST_SEGMENT = 1 << 13
+_TIDIED = 3  # pairs of neighbours that are looked at when a segment is begun: dead entries are found sooner than made
 _FEWEST_SCANNED = 64
-_MOST_SCANNED = 1 << 17
 _NO_ROWS: Rows = np.empty(0, dtype=np.uint32)
+
+
+class _Segment:
+    """Entries with ascending serial numbers: that of `rows[i]` is `base + i`."""
+
+    __slots__ = ("base", "end", "rows", "start")
+
+    def __init__(self, base: int, size: int) -> None:
+        self.base = base
+        self.rows: Rows = np.empty(size, dtype=np.uint32)
+        self.start = 0  # nothing that counts stands before it
+        self.end = 0
 
 
 class Order:
     """Rows in the order in which they were last appended. A row stands in it once."""
 
-    __slots__ = ("_base", "_count", "_end", "_log", "_place", "_start")
+    __slots__ = ("_count", "_hand", "_last", "_place", "_segments")
 
     def __init__(self, rows: int) -> None:
-        self._place = np.zeros(rows, dtype=np.int64)  # [rows] serial number of the row's entry
-        self._log = np.empty(_FIRST_LOG_ROWS, dtype=np.uint32)
-        self._base = 1  # serial number of _log[0]
-        self._start = 0  # nothing that counts stands before it in _log
-        self._end = 0
+        # [rows] serial number of the row's entry; they begin at 1, so that a new order is zeros, which take no memory
+        self._place = np.zeros(rows, dtype=np.int64)
         self._count = 0
+        self._hand = 0  # of the segments, where the next look for dead entries begins
+        self._last = _Segment(1, _FEWEST_SEGMENT)
+        self._segments = [self._last]
 
     def __len__(self) -> int:
         return self._count
+
+    def commit(self) -> None:
+        """Takes its memory now: taken page by page it would make some call late."""
+        self._place.fill(0)
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -49,72 +65,117 @@ class Order:
 
     def append(self, rows: Rows) -> None:
         """These are the last now, in this order; distinct."""
-        n = len(rows)
-        if self._end + n > len(self._log):
-            self._pack(n)
-        self._count += n - int(np.count_nonzero(self._place[rows] > 0))
-        self._log[self._end : self._end + n] = rows
-        first = self._base + self._end
-        self._place[rows] = np.arange(first, first + n)
-        self._end += n
+        last, n = self._last, len(rows)
+        stop = last.end + n
+        if stop > len(last.rows):
+            self._append_parts(rows)
+            return
+        place = self._place
+        self._count += n - int(np.count_nonzero(place[rows]))
+        last.rows[last.end : stop] = rows
+        place[rows] = np.arange(last.base + last.end, last.base + stop)
+        last.end = stop
 
     def remove(self, rows: Rows) -> None:
         """Distinct; what is not in the order is passed over."""
-        self._count -= int(np.count_nonzero(self._place[rows] > 0))
-        self._place[rows] = _NOWHERE
+        self._count -= int(np.count_nonzero(self._place[rows]))
+        self._place[rows] = 0
 
     def clear(self) -> None:
         """Removes all. O(rows in it)."""
         self.remove(self.rows())
-        self._start = self._end
+        self._segments, self._hand = [self._last], 0
+        self._last.start = self._last.end
 
     def take(self, count: int, may_go: MayGo | None = None) -> Rows:
         """Removes and returns the first `count` rows that may go, fewer where there are not so many."""
+        if count <= 0 or not self._count:
+            return _NO_ROWS
         found = self.first(count, may_go)
-        self.remove(found)
+        self._count -= len(found)
+        self._place[found] = 0
         return found
 
     def first(self, count: int, may_go: MayGo | None = None) -> Rows:
         """The first `count` rows that may go, fewer where there are not so many."""
-        parts: list[Rows] = []
-        missing, position, all_gone = min(count, self._count), self._start, True
+        missing, at = min(count, self._count), 0
         width = max(2 * missing, _FEWEST_SCANNED)
-        while missing > 0 and position < self._end:
-            stop = min(position + width, self._end)
-            width = min(2 * width, _MOST_SCANNED)  # long stretches may be dead, or may not go
-            rows = self._log[position:stop]
-            live = self._place[rows] == np.arange(self._base + position, self._base + stop)
-            position = stop
-            if all_gone:
-                all_gone = not live.any()
-                self._start = stop if all_gone else self._start
-            rows = rows[live]
-            if may_go is not None and len(rows):
-                rows = rows[may_go(rows)]
-            parts.append(rows[:missing])
-            missing -= len(parts[-1])
+        parts: list[Rows] = []
+        while missing > 0 and at < len(self._segments):
+            segment = self._segments[at]
+            position = segment.start
+            while missing > 0 and position < segment.end:
+                stop = min(position + width, segment.end)
+                width *= 2  # long stretches may be dead, or may not go
+                rows = self._live(segment, position, stop)
+                if not len(rows):
+                    segment.start = stop if segment.start == position else segment.start
+                elif may_go is None or len(rows := rows[may_go(rows)]):
+                    parts.append(rows[:missing])
+                    missing -= len(parts[-1])
+                position = stop
+            if segment.start == segment.end and segment is not self._last:
+                self._drop(at)
+            else:
+                at += 1
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else _NO_ROWS
 
     def rows(self) -> Rows:
         """All, in order."""
-        log = self._log[self._start : self._end]
-        live = self._place[log] == np.arange(self._base + self._start, self._base + self._end)
-        rows: Rows = log[live]
-        return rows
+        return np.concatenate([self._live(s, s.start, s.end) for s in self._segments])
 
     def check_integrity(self) -> None:
         """Raises AssertionError where count, log and places differ. O(rows)."""
         rows = self.rows()
         assert len(rows) == self._count == np.count_nonzero(self._place > 0)
+        assert (np.diff(self._place[rows]) > 0).all()
+        assert self._segments[-1] is self._last
+        for one, other in zip(self._segments, self._segments[1:], strict=False):
+            assert one.base + len(one.rows) <= other.base
 
-    def _pack(self, room: int) -> None:
-        """Drops entries that no longer count; at least half of the log is free after it."""
-        rows = self.rows()
-        size = max(len(self._log), _FIRST_LOG_ROWS)
-        while size < 2 * (len(rows) + room):
-            size *= 2
-        log = np.empty(size, dtype=np.uint32)
-        log[: len(rows)] = rows
-        self._base += self._end  # serial numbers only grow
-        self._place[rows] = np.arange(self._base, self._base + len(rows))
-        self._log, self._start, self._end = log, 0, len(rows)
+    def _live(self, segment: _Segment, low: int, high: int) -> Rows:
+        """Of these entries those that count."""
+        rows = segment.rows[low:high]
+        live = self._place[rows] == np.arange(segment.base + low, segment.base + high)
+        found: Rows = rows[live]
+        return found
+
+    def _append_parts(self, rows: Rows) -> None:
+        """What the last segment has room for, and the rest to new ones."""
+        while True:
+            room = len(self._last.rows) - self._last.end
+            if room:
+                self.append(rows[:room])
+                rows = rows[room:]
+            if not len(rows):
+                return
+            for _ in range(_TIDIED):
+                self._tidy()
+            size = min(max(2 * self._count, _FEWEST_SEGMENT), _MOST_SEGMENT)
+            self._last = _Segment(self._last.base + len(self._last.rows), size)
+            self._segments.append(self._last)
+
+    def _drop(self, at: int) -> None:
+        del self._segments[at]
+        if self._hand > at:
+            self._hand -= 1
+
+    def _tidy(self) -> None:
+        """A look at the next two neighbours: they become one where their entries that count fit into one."""
+        if self._hand + 2 >= len(self._segments):  # the last is still written to
+            self._hand = 0
+            if len(self._segments) < 3:
+                return
+        one, other = self._segments[self._hand], self._segments[self._hand + 1]
+        before = self._live(one, one.start, one.end)
+        behind = self._live(other, other.start, other.end)
+        count = len(before) + len(behind)
+        if count > _MOST_SEGMENT // 2:
+            self._hand += 1
+            return
+        rows = np.concatenate((before, behind))
+        self._place[rows] = np.arange(one.base, one.base + count)  # below `other`'s, so the order stays
+        one.rows, one.start, one.end = rows, 0, count
+        self._drop(self._hand + 1)

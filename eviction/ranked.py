@@ -8,16 +8,16 @@ worth less than an old one goes at once. No call looks at all blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows, Use
+from eviction.class_log import NO_ENTRIES, ClassLog, Entries
 from eviction.waiting import CachePolicy
 
-__all__ = ["ClassLog", "Entries", "RankedPolicy"]
+__all__ = ["RankedPolicy"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -27,82 +27,6 @@ _PLANNED_AHEAD = 1024
 _MOST_YOUNG = 1 << 14
 _YOUNG_SHARE = 16  # of the cached blocks
 _ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
-_FIRST_LOG = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """Blocks with what they are ranked by, [n] each."""
-
-    rows: Rows
-    stamps: I64  # serial number of the use
-    marks: F64  # of the use: a time, or whatever a policy ranks by; ascends with the stamps
-
-
-class ClassLog:
-    """Entries of one class in the order of their use. Entries of blocks used since, or gone, are dead."""
-
-    __slots__ = ("_end", "_marks", "_rows", "_stamps", "_start")
-
-    def __init__(self) -> None:
-        self._rows = np.empty(_FIRST_LOG, dtype=np.uint32)
-        self._stamps = np.empty(_FIRST_LOG, dtype=np.int64)
-        self._marks = np.empty(_FIRST_LOG, dtype=np.float64)
-        self._start = 0  # all before it are dead
-        self._end = 0
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    def append(self, entries: Entries, alive: I64) -> None:
-        """Amortised O(n). `alive`: [rows] the stamp of each row that counts."""
-        n = len(entries.rows)
-        if self._end + n > len(self._rows):
-            self._pack(n, alive)
-        where = slice(self._end, self._end + n)
-        self._rows[where], self._stamps[where], self._marks[where] = (
-            entries.rows,
-            entries.stamps,
-            entries.marks,
-        )
-        self._end += n
-
-    def entries(self) -> Entries:
-        """All, dead ones too, as views."""
-        all_ = slice(self._start, self._end)
-        return Entries(rows=self._rows[all_], stamps=self._stamps[all_], marks=self._marks[all_])
-
-    def first(self, count: int, alive: I64) -> Entries:
-        """The oldest `count` live entries, or all. O(count and the dead between them); those before them but once."""
-        width = 2 * count
-        while True:
-            entries = self.entries()
-            live = np.flatnonzero(alive[entries.rows[:width]] == entries.stamps[:width])[:count]
-            if len(live) >= count or width >= len(entries.rows):
-                found = _picked(entries, live)
-                self._start += int(live[0]) if len(live) else len(entries.rows)
-                return found
-            if not len(live):
-                self._start += width
-            width *= 4
-
-    def up_to(self, mark: float, alive: I64) -> Entries:
-        """The live entries with marks up to this one, which may be a rounding error too low."""
-        entries = self.entries()
-        stop = int(np.searchsorted(entries.marks, np.nextafter(mark, np.inf), side="right"))
-        return _picked(entries, np.flatnonzero(alive[entries.rows[:stop]] == entries.stamps[:stop]))
-
-    def _pack(self, room: int, alive: I64) -> None:
-        entries = self.entries()
-        kept = _picked(entries, np.flatnonzero(alive[entries.rows] == entries.stamps))
-        size = len(self._rows)
-        while size < 2 * (len(kept.rows) + room):
-            size *= 2
-        for name, old in (("_rows", kept.rows), ("_stamps", kept.stamps), ("_marks", kept.marks)):
-            new = np.empty(size, dtype=old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
-        self._start, self._end = 0, len(kept.rows)
 
 
 class RankedPolicy(CachePolicy):
@@ -160,7 +84,7 @@ class RankedPolicy(CachePolicy):
     def _enter(self, rows: Rows, classes: I64) -> None:
         """These are the last that were used, in this order, and of these classes."""
         n = len(rows)
-        if self._young_count + n > len(self._young_rows):
+        if self._young_count + n > min(len(self._young_rows), self._most_young()):
             self._put_away(n)
         first, stop = self._young_count, self._young_count + n
         self._young_rows[first:stop] = rows
@@ -178,8 +102,6 @@ class RankedPolicy(CachePolicy):
         count = min(count, self._count)
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
-        if self._young_count > self._most_young():
-            self._put_away(0)
         plan, plan_ranks = self._planned(count, may_go)
         rows, stamps, ranks = self._young(may_go)
         if len(plan_ranks):
@@ -203,7 +125,7 @@ class RankedPolicy(CachePolicy):
         """Raises AssertionError where cache, young and logs differ. O(rows)."""
         super().check_integrity()
         assert ((self._stamp >= 0) == self._cached).all()
-        in_logs = [log.entries() for log in self._logs if log is not None]
+        in_logs = [part for log in self._logs if log is not None for part in log.parts()]
         rows = np.concatenate([self._young_rows[: self._young_count], *(e.rows for e in in_logs)])
         stamps = np.concatenate([self._young_stamps[: self._young_count], *(e.stamps for e in in_logs)])
         assert np.count_nonzero(self._stamp[rows] == stamps) == self._count
@@ -249,11 +171,11 @@ class RankedPolicy(CachePolicy):
         entries, ranks = plan
         good = np.flatnonzero(self._stamp[entries.rows] == entries.stamps)
         if len(good) < len(ranks) // 2:
-            self._plan = _picked(entries, good), ranks[good]
+            self._plan = entries.picked(good), ranks[good]
         if may_go is not None and len(good):
             good = good[may_go(entries.rows[good])]
         good = good[:count]
-        return _picked(entries, good), ranks[good]
+        return entries.picked(good), ranks[good]
 
     def _put_away(self, room: int) -> None:
         """What is young and counts goes to the logs, but in a small cache, where all stay young: nothing is planned
@@ -290,11 +212,11 @@ class RankedPolicy(CachePolicy):
         """To the logs of their classes."""
         self._any_logged = True
         order = np.argsort(classes, kind="stable")
-        classes, entries = classes[order], _picked(entries, order)
+        classes, entries = classes[order], entries.picked(order)
         cuts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
         for low, high in pairwise(cuts):
             if low < high:
-                part = _picked(entries, slice(low, high))
+                part = entries.picked(slice(low, high))
                 self._log(int(classes[low])).append(part, self._stamp)
 
     def _log(self, number: int) -> ClassLog:
@@ -304,15 +226,4 @@ class RankedPolicy(CachePolicy):
         return log
 
 
-def _picked(entries: Entries, places: I64 | slice) -> Entries:
-    return Entries(rows=entries.rows[places], stamps=entries.stamps[places], marks=entries.marks[places])
-
-
-_NO_PLAN = (
-    Entries(
-        rows=np.empty(0, dtype=np.uint32),
-        stamps=np.empty(0, dtype=np.int64),
-        marks=np.empty(0, dtype=np.float64),
-    ),
-    np.empty(0, dtype=np.float64),
-)
+_NO_PLAN = (NO_ENTRIES, np.empty(0, dtype=np.float64))

@@ -40,7 +40,6 @@ end together, so these are only the lives of some prompts."""
 _LEAST_HAZARD = 1e-6
 _HALF_LIFE_LIVES = 1 << 18
 """Lives after which old counts weigh half: a change of load is learned within a few hundred thousand blocks."""
-_FIRST_LOG = 1 << 12
 
 
 def age_buckets(ages_s: F64) -> I64:
@@ -63,29 +62,32 @@ class ReuseAges:
     """
 
     __slots__ = (
-        "_base",
         "_began",
         "_class",
-        "_count",
         "_ended",
         "_ended_in",
         "_factors",
         "_lives_at_refresh",
-        "_max_lives",
+        "_mask",
         "_outlived",
         "_reached",
         "_seen",
+        "lives",
         "worth",
     )
 
     def __init__(self, classes: tuple[int, int], max_lives: int) -> None:
+        """At least the last `max_lives` are followed."""
         self._factors = classes
-        self._max_lives = max_lives
-        self._began = np.empty(_FIRST_LOG, dtype=np.float64)
-        self._ended = np.empty(_FIRST_LOG, dtype=np.float64)
-        self._class = np.empty(_FIRST_LOG, dtype=np.uint16)
-        self._base = 0  # serial number of the first life in the log
-        self._count = 0  # lives in the log
+        places = (
+            1 << max(max_lives - 1, 1).bit_length()
+        )  # of a ring, by serial number; untouched it takes no memory
+        self._mask = places - 1
+        self._began = np.empty(places, dtype=np.float64)
+        self._ended = np.empty(places, dtype=np.float64)
+        self._class = np.empty(places, dtype=np.uint16)
+        self.lives = 0
+        """Begun so far; the serial number of the next."""
         self._lives_at_refresh = 0
         self._seen = np.zeros(classes[0] * classes[1], dtype=np.bool_)  # classes that lives were begun of
         self._reached = np.zeros(
@@ -97,31 +99,30 @@ class ReuseAges:
             (classes[0] * classes[1], BUCKETS), 1.0
         )  # [class, bucket] hits a second of a slot
 
-    @property
-    def lives(self) -> int:
-        """Begun so far; the serial number of the next."""
-        return self._base + self._count
-
     def begin(self, classes: I64, now_s: float) -> int:
-        """So many lives begin; returns the serial number of the first."""
-        n = len(classes)
-        if self._count + n > len(self._began):
-            self._pack(n)
-        first, stop = self._count, self._count + n
-        self._began[first:stop] = now_s
-        self._ended[first:stop] = _ALIVE
-        self._class[first:stop] = classes
+        """So many lives begin; returns the serial number of the first. The oldest are forgotten for them."""
+        first = self.lives
+        self.lives += len(classes)
+        at = first & self._mask
+        stop = at + len(classes)
+        where: slice | I64 = slice(at, stop)
+        if stop > len(self._began):
+            where = np.arange(first, self.lives) & self._mask
+        self._began[where] = now_s
+        self._ended[where] = _ALIVE
+        self._class[where] = classes
         self._seen[classes] = True
-        self._count = stop
-        return self._base + first
+        return first
 
     def end(self, lives: I64, now_s: float) -> F64:
         """[n] ages of lives that end now; of those forgotten, infinite."""
-        at = lives - self._base
-        known = at >= 0
-        if known.all():
+        at = lives & self._mask
+        oldest = self._oldest()
+        if not len(lives) or int(lives.min()) >= oldest:
             self._ended[at] = now_s
-            return now_s - self._began[at]
+            found: F64 = now_s - self._began[at]
+            return found
+        known = lives >= oldest
         ages = np.full(len(lives), _ALIVE)
         self._ended[at[known]] = now_s
         ages[known] = now_s - self._began[at[known]]
@@ -129,19 +130,16 @@ class ReuseAges:
 
     def forget(self, lives: I64) -> None:
         """Nobody will say when these end: what they outlived counts, what they would have does not. O(n)."""
-        at = lives - self._base
-        self._ended[at[at >= 0]] = _FORGOTTEN
+        self._ended[lives[lives >= self._oldest()] & self._mask] = _FORGOTTEN
 
     def classes(self, lives: I64) -> I64:
         """[n] class of each life; of those forgotten, 0."""
-        at = lives - self._base
-        return np.where(at >= 0, self._class[np.maximum(at, 0)], 0).astype(np.int64)
+        return np.where(lives >= self._oldest(), self._class[lives & self._mask], 0).astype(np.int64)
 
     def relabel(self, lives: I64, classes: I64) -> None:
         """These are of other classes, in what is still to be counted of them. O(n)."""
-        at = lives - self._base
-        known = at >= 0
-        self._class[at[known]] = classes[known]
+        known = lives >= self._oldest()
+        self._class[lives[known] & self._mask] = classes[known]
         self._seen[classes] = True
 
     def worth_at(self, classes: I64, ages_s: F64) -> F64:
@@ -155,23 +153,35 @@ class ReuseAges:
         self._lives_at_refresh = self.lives
         self._ended_in *= fade
         self._outlived *= fade
-        began = self._began[: self._count]
         for bucket in range(BUCKETS - 1):
-            low = max(int(self._reached[bucket]) - self._base, 0)
-            if low == self._count or began[low] > now_s - _EDGES_S[bucket + 1]:
+            low, born_by_s = max(int(self._reached[bucket]), self._oldest()), now_s - _EDGES_S[bucket + 1]
+            if low == self.lives or self._began[low & self._mask] > born_by_s:
                 continue
-            high = low + int(np.searchsorted(began[low:], now_s - _EDGES_S[bucket + 1], side="right"))
-            self._count_lives(bucket, low, high)
-            self._reached[bucket] = self._base + high
+            high = low
+            for part in self._parts(low, self.lives):
+                high += int(np.searchsorted(self._began[part], born_by_s, side="right"))
+            for part in self._parts(low, high):
+                self._count_lives(bucket, part)
+            self._reached[bucket] = high
         seen = np.flatnonzero(self._seen)
         hazards, of_all = self._hazards()
         worth = _worth(np.concatenate((of_all[None, :], hazards[seen])))
         self.worth[:] = worth[0]  # classes that no life was of are worth what all are
         self.worth[seen] = worth[1:]
 
-    def _count_lives(self, bucket: int, low: int, high: int) -> None:
-        ages = self._ended[low:high] - self._began[low:high]
-        classes, n = self._class[low:high], len(self._ended_in)
+    def _oldest(self) -> int:
+        """Serial number of the first life that is followed."""
+        return max(self.lives - len(self._began), 0)
+
+    def _parts(self, low: int, high: int) -> list[slice]:
+        """Where these lives are in the ring."""
+        at, places = low & self._mask, len(self._began)
+        stop = at + high - low
+        return [slice(at, stop)] if stop <= places else [slice(at, places), slice(0, stop - places)]
+
+    def _count_lives(self, bucket: int, part: slice) -> None:
+        ages = self._ended[part] - self._began[part]
+        classes, n = self._class[part], len(self._ended_in)
         outlived = ages >= _EDGES_S[bucket + 1]
         self._outlived[:, bucket] += np.bincount(classes[outlived], minlength=n)
         ended = ~outlived & (ages >= _EDGES_S[bucket])
@@ -192,21 +202,6 @@ class ReuseAges:
         hazards[:, prior == 0.0] = 0.0
         hazards[:, -1] = prior[-1] = 0.0
         return hazards, prior
-
-    def _pack(self, room: int) -> None:
-        """Forgets the oldest lives beyond the bound; at least `room` are free after it."""
-        kept = min(self._count, self._max_lives)
-        gone = self._count - kept
-        size = len(self._began)
-        while size < kept + max(room, kept // 2):
-            size *= 2
-        for name in ("_began", "_ended", "_class"):
-            old = getattr(self, name)
-            new = np.empty(size, dtype=old.dtype)
-            new[:kept] = old[gone : self._count]
-            setattr(self, name, new)
-        self._base += gone
-        self._count = kept
 
 
 def _log_odds(ended: F64, outlived: F64, prior: F64) -> F64:

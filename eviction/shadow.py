@@ -7,14 +7,14 @@ using miniature simulations", ATC 2017). It holds no block, only what its policy
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import Policy, PolicyFactory, Stop, Use
 
-__all__ = ["Shadows"]
+__all__ = ["SHADOW_BLOCKS", "Lead", "Shadows"]
 
 (
     _ADDED,
@@ -26,7 +26,8 @@ __all__ = ["Shadows"]
     np.uint64(0x94D049BB133111EB),
 )
 _FIRST_SHIFT, _SECOND_SHIFT = np.uint64(30), np.uint64(27)
-_SHADOW_BLOCKS = 128  # at least so many hold the share of a few requests
+SHADOW_BLOCKS = 128
+"""At least so many hold the share of a few requests."""
 _MOST_HALVINGS = 8
 _ROWS_A_BLOCK = (
     64  # blocks that share a shadow's row are taken for one: so that is rare, and alike in all shadows
@@ -36,16 +37,36 @@ _BATCH_SHARE = (
     4  # of a shadow's blocks are used together: requests in a batch are one use, which costs some order
 )
 _HALF_LIFE_BLOCKS = 8192.0
+_REFERENCE = "lru"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """How much more often a candidate hit than the cache."""
+
+    share: float
+    """Of the sampled blocks, the older the less."""
+    deviations: float
+    """`share` in standard deviations of it."""
+    blocks: float
+    """Of the whole cache, since the candidate stood worst."""
 
 
 class Shadows:
-    """One small cache a candidate, and how often each hit lately."""
+    """One small cache a candidate, and how often each hit lately.
 
-    def __init__(self, candidates: dict[str, PolicyFactory], capacity_blocks: int) -> None:
-        halvings = max(capacity_blocks // _SHADOW_BLOCKS, 1).bit_length() - 1
+    Each is compared with LRU in the same sample: what the whole cache hit more than LRU is known without one (`floor`).
+    """
+
+    def __init__(
+        self, candidates: dict[str, PolicyFactory], capacity_blocks: int, *, blocks: int = SHADOW_BLOCKS
+    ) -> None:
+        """`candidates` has `lru`. Of a larger cache each shadow holds some `blocks`, of a smaller one all."""
+        halvings = max(capacity_blocks // blocks, 1).bit_length() - 1
         halvings = min(halvings, _MOST_HALVINGS)
         self._unsampled = np.uint64((1 << halvings) - 1)
         self._shift = np.uint64(halvings)
+        self._scale = float(1 << halvings)
         self._blocks = max(capacity_blocks >> halvings, 1)
         self._size = 1 << max(_ROWS_A_BLOCK * self._blocks, _FEWEST_ROWS).bit_length()
         self._policies: dict[str, Policy] = {
@@ -57,19 +78,26 @@ class Shadows:
         self._names: list[NDArray[np.uint64]] = []
         self._depths: list[NDArray[np.uint32]] = []
         self._ends: list[tuple[NDArray[np.uint32], Stop]] = []
-        self._batch = 0
+        self._batch = self._batch_gain = 0
         self._batch_blocks = max((self._blocks << halvings) // _BATCH_SHARE, 1)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Another policy is followed from now on: what was counted beside the last one counts no more."""
         self.seen = 0.0
         """Sampled blocks, the older the less."""
-        self.hits = dict.fromkeys(candidates, 0.0)
-        pairs = [(one, other) for one in candidates for other in candidates if one != other]
-        self._squares = dict.fromkeys(pairs, 0.0)  # of the differences of hits, batch by batch
+        self.gain = 0.0
+        """Of these, what the cache hit more than LRU would have."""
+        self.hits = dict.fromkeys(self._policies, 0.0)
+        self._squares = dict.fromkeys(self._policies, 0.0)  # of the leads, batch by batch
+        self._won = dict.fromkeys(self._policies, 0.0)
 
-    def use(self, use: Use) -> bool:
-        """Whether there is something new in `hits`."""
+    def use(self, use: Use, gain: int) -> bool:
+        """Whether there is something new in `hits`. `gain`: blocks that the cache hit more than LRU would have."""
         self._names.append(use.names)
         self._depths.append(use.depths)
         self._batch += len(use.names)
+        self._batch_gain += gain
         if self._batch < self._batch_blocks:
             return False
         self._flush(use)
@@ -82,10 +110,14 @@ class Shadows:
         if len(chosen):
             self._ends.append((self._row_of(chosen), stop))
 
-    def lead(self, one: str, other: str) -> tuple[float, float]:
-        """How much more often `one` hit than `other`, as a share of the blocks, and in standard deviations of that."""
-        difference = self.hits[one] - self.hits[other]
-        return difference / max(self.seen, 1.0), difference / max(self._squares[one, other], 1.0) ** 0.5
+    def lead(self, name: str) -> Lead:
+        """Of a candidate over the cache."""
+        hits = self.hits[name] - self.hits[_REFERENCE] - self.gain
+        return Lead(
+            share=hits / max(self.seen, 1.0),
+            deviations=hits / max(self._squares[name], 1.0) ** 0.5,
+            blocks=self._won[name],
+        )
 
     def _row_of(self, mixed: NDArray[np.uint64]) -> NDArray[np.uint32]:
         return ((mixed >> self._shift) & np.uint64(self._size - 1)).astype(np.uint32)
@@ -100,12 +132,13 @@ class Shadows:
         rows, depths = rows[last], depths[last]
         fade = 0.5 ** (n / _HALF_LIFE_BLOCKS)
         self.seen = self.seen * fade + n
-        names, hits = rows.astype(np.uint64), dict[str, float]()
+        names, gain = rows.astype(np.uint64), self._batch_gain / self._scale
+        self.gain = self.gain * fade + gain
+        hits = dict[str, float]()
         for name, policy in self._policies.items():
             here = self._here[name]
             cached = here[rows]
             hits[name] = float(np.count_nonzero(cached) + n - len(rows))
-            self.hits[name] = self.hits[name] * fade + hits[name]
             policy.use(replace(use, rows=rows, fresh=~cached, names=names, depths=depths))
             here[rows] = True
             for ended, stop in self._ends:
@@ -113,10 +146,12 @@ class Shadows:
             over = len(policy) - self._blocks
             if over > 0:
                 here[policy.victims(over, use.now_s)] = False
-        for one, other in self._squares:
-            square = (hits[one] - hits[other]) ** 2
-            self._squares[one, other] = self._squares[one, other] * fade + square
-        self._names, self._depths, self._ends, self._batch = [], [], [], 0
+        for name in self._policies:
+            lead = hits[name] - hits[_REFERENCE] - gain
+            self.hits[name] = self.hits[name] * fade + hits[name]
+            self._squares[name] = self._squares[name] * fade + lead**2
+            self._won[name] = max(self._won[name] + lead * self._scale, 0.0)
+        self._names, self._depths, self._ends, self._batch, self._batch_gain = [], [], [], 0, 0
 
 
 def _mixed(names: NDArray[np.uint64]) -> NDArray[np.uint64]:

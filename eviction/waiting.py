@@ -32,6 +32,11 @@ class CachePolicy(ABC):
     def __len__(self) -> int:
         return self._count
 
+    def has(self, rows: Rows) -> NDArray[np.bool_]:
+        """[n] whether each is cached."""
+        found: NDArray[np.bool_] = self._cached[rows]
+        return found
+
     def use(self, use: Use) -> None:
         """Touches and inserts."""
         self._now_s = use.now_s

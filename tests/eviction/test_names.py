@@ -67,4 +67,4 @@ def test_blocks_that_come_back_are_known_by_hashes_as_by_numbers(hashed: bool) -
             policy.victims(max(len(policy) - 64, 0), now_s)
     learned = policy._ages._ended > policy._ages._began
     again = np.isfinite(policy._ages._ended) & learned
-    assert np.count_nonzero(again[: policy._ages._count]) == len(rows)
+    assert np.count_nonzero(again[: policy._ages.lives]) == len(rows)
