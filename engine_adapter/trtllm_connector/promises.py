@@ -76,7 +76,8 @@ class Promises:
         grant = session.acquire(namespace, lease, hashes[: begin + found.hits], first=begin)
         try:
             answer = grant.result(self._answer_s)
-        except KvstoreError:
+        except KvstoreError as error:
+            import sys; print("LATE", repr(error), file=sys.stderr)
             grant.abandon()
             return 0
         hit = answer.outcomes == Outcome.HIT_DRAM
