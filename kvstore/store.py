@@ -78,13 +78,13 @@ class Store:
         "_evictor",
         "_leaving",
         "_moving",
-        "_pins",
         "prefetching",
         "_sealing",
         "_state",
         "hints",
         "index_changes",
         "paths",
+        "pins",
         "sharing",
         "watching",
     )
@@ -100,7 +100,7 @@ class Store:
         self._acquiring = Acquiring(state, self._evictor, self._moving.promoting)
         self._sealing = Sealing(state)
         self._crediting = Crediting(state, self._evictor)
-        self._pins = Pins(state)
+        self.pins = Pins(state)
         self.prefetching = Prefetching(state, self._evictor, self._moving.promoting)
         self._attaching = Attaching(state, self.prefetching)
         self.paths = Paths(state, self._moving.promoting)
@@ -453,7 +453,7 @@ class Store:
     def tick(self, now_ms: int) -> None:
         """The background's turn: pins that end, a reserve of free slots in each class, extents that change class."""
         self._state.tell_time(now_ms)
-        self._pins.expire(self._state.now_ms)
+        self.pins.expire(self._state.now_ms)
         self._evictor.keep_reserves()
         self._moving.catch_up()
         self.prefetching.tick(self._moving.queued_writes)
@@ -466,19 +466,19 @@ class Store:
         """Puts extents and rows aside for blocks that storage has: see kvstore.tiering.loading."""
         return Loading(self._state, path, slabs, blocks)
 
-    def pin(self, *, now_ms: int, namespace: int, hashes: U64, ttl_ms: int) -> int:
+    def pin(self, *, now_ms: int, namespace: int, hashes: U64, ttl_ms: int, owner: str = "") -> int:
         """Keeps the cached leading run of a chain from losing its last copies; returns its blocks.
 
         Raises: InvalidArgument, ResourceExhausted.
         """
         self._check_blocks(hashes)
         self._state.tell_time(now_ms)
-        return self._pins.pin(namespace, hashes, now_ms + ttl_ms)
+        return self.pins.pin(namespace, hashes, now_ms + ttl_ms, owner)
 
-    def unpin(self, *, namespace: int, hashes: U64) -> int:
-        """Takes pins of a chain back; returns how many blocks were pinned."""
+    def unpin(self, *, namespace: int, hashes: U64, owner: str = "") -> int:
+        """Takes an owner's pins of a chain back, of no owner everybody's; returns how many blocks were pinned."""
         self._check_blocks(hashes)
-        return self._pins.unpin(namespace, hashes)
+        return self.pins.unpin(namespace, hashes, owner)
 
     def clear(self, namespace: int | None) -> ClearResult:
         """Removes every block of a namespace (None: of all) that nobody holds."""

@@ -88,6 +88,9 @@ def _as_dict(described: pb.DescribeReply, stats: pb.StatsReply) -> Mapping[str, 
         "dram_curve": [
             {"dram_bytes": point.dram_bytes, "hit_rate": point.hit_rate} for point in stats.dram_curve
         ],
+        "pins": [
+            {"owner": pin.owner, "blocks": pin.blocks, "ends_in_s": pin.ends_in_s} for pin in stats.pins
+        ],
         "counters": dict(sorted(stats.counters.items())),
         "warnings": list(stats.warnings),
     }
@@ -109,6 +112,7 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
     if early := _read_ahead(stats.counters):
         parts.append(Text(early))
     parts += sharing_parts(stats)
+    parts += [Text(_pinned(pin)) for pin in stats.pins]
     if len(stats.dram_curve) > 1:
         parts.append(Text(_curve(stats)))
     if stats.devices:
@@ -123,6 +127,12 @@ def _render(described: pb.DescribeReply, stats: pb.StatsReply, *, every_counter:
         parts.append(_counters(shown))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in stats.warnings]
     return Group(*parts)
+
+
+def _pinned(pin: pb.PinStats) -> str:
+    owner = pin.owner or "nobody in particular"
+    left = format_duration(pin.ends_in_s)
+    return f"pinned by {owner}: {format_count(pin.blocks)} blocks, the last of them for another {left}"
 
 
 def _moves(stats: pb.StatsReply) -> str:

@@ -57,13 +57,16 @@ class Admin:
             namespace=self._namespace(request.namespace),
             hashes=hashes_of(request.hashes),
             ttl_ms=request.ttl_s * 1000,
+            owner=request.owner,
         )
         return pb.PinReply(pinned_blocks=pinned)
 
     async def unpin(self, request: pb.UnpinRequest) -> pb.UnpinReply:
         """Takes a pin back."""
         unpinned = self._store.unpin(
-            namespace=self._namespace(request.namespace), hashes=hashes_of(request.hashes)
+            namespace=self._namespace(request.namespace),
+            hashes=hashes_of(request.hashes),
+            owner=request.owner,
         )
         return pb.UnpinReply(unpinned_blocks=unpinned)
 

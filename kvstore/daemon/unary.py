@@ -222,6 +222,14 @@ class Unary:
             cache_use=cache_use_message(self._tenancy.everywhere.access),
             tenants=self._tenancy.tenant_stats(),
             restricted=self._tenancy.restricted(),
+            pins=[
+                pb.PinStats(
+                    owner=pinned.owner,
+                    blocks=pinned.blocks,
+                    ends_in_s=max(0, pinned.until_ms - now_ms + 999) // 1000,
+                )
+                for pinned in self._owner.store.pins.owners()
+            ],
             ready=not self._owner.draining,
             warnings=list(self._owner.warnings.values()),
             devices=self._devices.device_stats(),

@@ -346,10 +346,14 @@ def test_pin_explain_and_leases(client: Make, service: Service) -> None:
     request = pb.ExplainRequest(token=one.token, namespace=one.ns.namespace, hashes=longer.tobytes())
     told = one.stub.Explain(request, timeout=5)
     assert (told.cached_blocks, told.cause, dict(told.blocks_by_tier)) == (10, "never stored", {"hbm": 10})
-    pin = pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), ttl_s=60)
+    pin = pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), ttl_s=60, owner="ops")
     assert one.admin.Pin(pin, timeout=5).pinned_blocks == 10
-    unpin = pb.UnpinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes())
+    assert [(pin.owner, pin.blocks) for pin in service.stats().pins] == [("ops", 10)]
+    unpin = pb.UnpinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), owner="somebody else")
+    assert one.admin.Unpin(unpin, timeout=5).unpinned_blocks == 0
+    unpin.owner = "ops"
     assert one.admin.Unpin(unpin, timeout=5).unpinned_blocks == 10
+    assert not service.stats().pins
     leases = one.admin.Leases(pb.LeasesRequest(), timeout=5).sessions
     assert [(lease.name, lease.state, lease.held_hbm_slots) for lease in leases] == [("raw", "attached", 10)]
     with pytest.raises(grpc.RpcError) as caught:
