@@ -76,8 +76,7 @@ class Promises:
         grant = session.acquire(namespace, lease, hashes[: begin + found.hits], first=begin)
         try:
             answer = grant.result(self._answer_s)
-        except KvstoreError as error:
-            import sys; print("LATE", repr(error), file=sys.stderr)
+        except KvstoreError:
             grant.abandon()
             return 0
         hit = answer.outcomes == Outcome.HIT_DRAM
