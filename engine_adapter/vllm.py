@@ -84,6 +84,14 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._rank is not None:
             self._rank.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Of vLLM 0.33: it sleeps, and the KV's memory goes. Nothing of it is registered here, but copies end."""
+        if self._rank is not None:
+            self._rank.rest()
+
+    def restore_kv_caches(self) -> None:
+        """Nothing: the tensors are where they were, and what was in them vLLM has forgotten."""
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this rank listens, and what its KV is like."""
         return None if self._rank is None else self._rank.said

@@ -37,6 +37,8 @@ class ConnectorOptions:
     that is being opened, a daemon that is expected back."""
     load_patience_s: float = 10.0
     """How long a load may take to begin once the engine has taken pages for it."""
+    answer_patience_s: float = 0.1
+    """TensorRT-LLM alone: how long a lookup waits for the daemon, and the whole engine with it; usually 1 ms."""
     breaker_s: float = 1.0
     """A daemon that is away or silent for so long is asked for nothing until it answers again."""
     return_patience_s: float = 5.0
@@ -49,9 +51,10 @@ class ConnectorOptions:
             raise ConfigError(f"layout must be auto, native or shared, not {self.layout!r}")
         if self.room_blocks < 0:
             raise ConfigError(f"room_blocks must not be negative, not {self.room_blocks}")
-        for name in ("timeout_s", "lookup_patience_s", "load_patience_s", "breaker_s", "return_patience_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be a time in seconds, not {getattr(self, name)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_s") and not 0 <= value < float("inf"):
+                raise ConfigError(f"{field.name} must be a time in seconds, not {value}")
 
 
 def cache_use(value: str) -> CacheUse:

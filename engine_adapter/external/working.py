@@ -161,6 +161,16 @@ class Working:
         report, self._report = self._report, StepReport()
         return report
 
+    def rest(self) -> None:
+        """The engine's pages go, with what is in them: returns once nothing is copied. What could be is taken back."""
+        with self._news:
+            under_way = [running for running in self._running.values() if not running.ended]
+        for running in under_way:
+            if running.ticket is None:
+                self._end(running, failed=True)
+            else:
+                self._take_back(running)
+
     def close(self, timeout_s: float) -> None:
         """Finishes what is under way; nothing is copied afterwards."""
         self._mover.close(timeout_s)
@@ -215,7 +225,7 @@ class Working:
             return
         with self._news:
             if not self._news.wait_for(lambda: running.ended, _STORE_ENDS_S):
-                _LOG.error("a store of %d blocks does not end: it is given up", len(running.job.slots))
+                _LOG.error("a copy of %d blocks does not end: it is given up", len(running.job.slots))
                 running.given_up = True
 
     def _reading(self, numbers: set[int]) -> bool:

@@ -36,8 +36,6 @@ __all__ = ["LeaderHalf", "StepMetadata"]
 
 _LOG = logging.getLogger("kvstore.trtllm")
 _CLOSE_S = 10.0
-_ANSWER_S = 0.1
-"""How long a lookup may wait for the daemon, which usually answers within a millisecond."""
 _ROOM_BLOCKS = 256
 
 
@@ -242,7 +240,11 @@ class LeaderHalf:
         self._link.namespace(Identity())  # opens it as soon as there is a session
         rules = SchedulingRules(block_tokens=self._block_tokens, ranks=world)
         self._scheduling = Scheduling(self._link, rules)
-        self._promises = Promises(ranks=world, answer_s=_ANSWER_S, disk_s=self._options.lookup_patience_s)
+        self._promises = Promises(
+            ranks=world,
+            answer_s=self._options.answer_patience_s,
+            disk_s=self._options.lookup_patience_s,
+        )
 
     def _parts(self, shape: KvShape, identity: Identity) -> Mapping[str, bytes]:
         return namespace_parts(self._args, self._version, shape, identity, find_folder=self._find_folder)

@@ -122,6 +122,11 @@ class RankHalf:
         """Jobs that have ended since the last call."""
         return None if self._working is None else self._working.report()
 
+    def rest(self) -> None:
+        """The KV's memory goes: nothing is copied until the next plan."""
+        if self._working is not None:
+            self._working.rest()
+
     def close(self) -> None:
         """Nothing is copied afterwards."""
         if self._listener is not None:

@@ -196,3 +196,21 @@ def test_reports_of_ranks_add_up() -> None:
     one, two = StepReport(done={1: 1, 2: 1}, failed={2}), StepReport(done={2: 1})
     both = one.add(two)
     assert (both.done, both.failed) == ({1: 1, 2: 2}, {2})
+
+
+def test_nothing_is_copied_once_the_engines_pages_go(working: Working, mover: Mover) -> None:
+    """vLLM 0.33 says before it sleeps that its KV's memory goes; copies would read and write what is not there."""
+    working.begin_loads(StepPlan(loads=(job(1, "a", [1, 2]),)))
+    working.begin_stores(StepPlan(stores=(job(2, "b", [3]),)))
+    mover.full = True
+    working.begin_loads(StepPlan(loads=(job(3, "c", [4]),)))  # waits for the mover
+    working.rest()
+    assert not mover.tickets
+    assert not working.loads_wait
+    received = working.received()
+    assert received.requests == received.failed_requests == {"a", "c"}
+    assert working.report() == StepReport(done={1: 1, 2: 1, 3: 1}, failed={1, 2, 3})
+    mover.full = False
+    working.begin_stores(StepPlan(stores=(job(4, "b", [3]),)))  # awake
+    mover.end()
+    assert working.report() == StepReport(done={4: 1})
