@@ -25,12 +25,12 @@ from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, Req
 from engine_adapter.blocks.absence import Absence
 from engine_adapter.blocks.admissions import admission
 from engine_adapter.blocks.adoption import Adoption
-from engine_adapter.blocks.endings import say_ended
 from engine_adapter.blocks.entry import NO_PAGES, NO_SLOTS, Entry, Phase
 from engine_adapter.blocks.seals import seals
 from engine_adapter.blocks.write_through import WriteThrough
 from engine_adapter.blocks.wrong_blocks import WrongBlocks
 from engine_adapter.copying.copier import Copier
+from engine_adapter.endings import say_ended
 from engine_adapter.loading.ahead import LoadAhead
 from engine_adapter.loading.arrival import Arrival
 from engine_adapter.loading.choice import ChoiceSettings, LoadChoice

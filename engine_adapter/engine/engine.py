@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_adapter.base import BlockManager, RequestId
+from engine_adapter.endings import ending_of
 from engine_adapter.engine.arriving import LateKv
 from engine_adapter.engine.attention.tiled import GRID_TOKENS
 from engine_adapter.engine.canary import Canary
 from engine_adapter.engine.detokenizer import Detokenizer
-from engine_adapter.engine.endings import ending_of
 from engine_adapter.engine.errors import InvalidRequest
 from engine_adapter.engine.kv_pool import view_pages
 from engine_adapter.engine.loader import LoadedModel

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from engine_adapter.endings import tool_tokens
 from engine_adapter.engine.chat import ChatTemplate
-from engine_adapter.engine.endings import tool_tokens
 from engine_adapter.engine.errors import ModelError
 from engine_adapter.engine.source import ModelSource
 

@@ -31,6 +31,8 @@ from typing import Protocol
 
 import numpy as np
 
+from engine_adapter.base import Ending
+from engine_adapter.endings import say_ended
 from engine_adapter.external.chain import RequestChain
 from engine_adapter.external.jobs import CopyJob, StepPlan, StepReport
 from engine_adapter.external.link import Identity
@@ -296,15 +298,21 @@ class Scheduling:
                 self._ended(session, copying)
         session.step()
 
-    def ended(self, name: str, block_ids: BlockIds, computed_tokens: int) -> bool:
+    def ended(
+        self, name: str, block_ids: BlockIds, computed_tokens: int, ending: Ending | None = None
+    ) -> bool:
         """The request has finished or was aborted. True: its pages are still being read, and it will be named as sent.
 
         `computed_tokens`: of its leading tokens, those whose KV is, or will be by the next step, in its pages.
+        `ending`: how its answer ended by itself; None: it did not, or nobody knows.
         """
         request = self._requests.pop(name, None)
         if request is None:
             return False
         attached = self._link.attached
+        if ending is not None and attached is not None and request.chain is not None and not request.barred:
+            assert request.namespace is not None
+            say_ended(attached, request.namespace, request.chain.hashes, ending)
         if request.load is not None:
             self._loading.abandon(request)
         if attached is not None and (request.load is not None or not request.started):

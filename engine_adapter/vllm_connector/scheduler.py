@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from engine_adapter.base import Ending
+from engine_adapter.endings import ending_of, tool_tokens_in
 from engine_adapter.external.chain import Item
 from engine_adapter.external.jobs import StepPlan
 from engine_adapter.external.link import Identity, LinkPlan, StoreLink
@@ -44,6 +46,7 @@ class SchedulerHalf:
         events = config.kv_events_config
         self._wants_events = events is not None and events.enable_kv_cache_events
         self.scheduling: Scheduling | None = None
+        self._tools: frozenset[int] = frozenset()
 
     def begin(self, ranks: list[RankSaid]) -> None:
         """Attaches in the background."""
@@ -60,6 +63,7 @@ class SchedulerHalf:
         shape = _shape(self._config, self._kv_cache_config, self._groups, ranks[0], world)
         identity = VllmIdentity(self._config, shape, find_folder=_folder_of)
         model = self._config.model_config.model
+        self._tools = _tool_tokens(self._config.model_config)
         self._link = StoreLink(
             LinkPlan(
                 socket=self._options.socket or None,
@@ -135,7 +139,14 @@ class SchedulerHalf:
         if self.scheduling is None:
             return False
         ids = self.block_ids(block_ids) if any(block_ids) else ()
-        return self.scheduling.ended(request.request_id, ids, request.num_computed_tokens)
+        computed = request.num_computed_tokens
+        return self.scheduling.ended(request.request_id, ids, computed, self._ending(request))
+
+    def _ending(self, request: Any) -> Ending | None:
+        """How its answer ended by itself; None: it was cut short."""
+        if request.status.name != "FINISHED_STOPPED":
+            return None
+        return ending_of(request.output_token_ids, self._tools)
 
     def block_ids(self, every: tuple[list[int], ...]) -> tuple[list[int], ...]:
         """Of the groups that are cached."""
@@ -218,6 +229,15 @@ def _shape(config: Any, kv_cache_config: Any, groups: CacheGroups, rank: RankSai
         parts=parts,
         shared=rank.shared,
     )
+
+
+def _tool_tokens(model: Any) -> frozenset[int]:
+    """With which its answers begin calls of tools; none where its tokenizer has no folder here."""
+    if model.skip_tokenizer_init or not model.tokenizer:
+        return frozenset()
+    name = str(model.tokenizer)
+    folder = name if Path(name).is_dir() else _folder_of(name, model.tokenizer_revision)
+    return frozenset() if folder is None else tool_tokens_in(Path(folder))
 
 
 def _folder_of(model: str, revision: str | None) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from engine_adapter.base import Ending
-from engine_adapter.engine.endings import ending_of, tool_tokens
+from engine_adapter.endings import ending_of, tool_tokens, tool_tokens_in
 from engine_adapter.engine.engine import Engine
 from engine_adapter.engine.loader import LoadedModel
 from engine_adapter.engine.sampler import SamplingParams
@@ -25,6 +28,17 @@ def test_the_tokenizer_of_a_model_says_which_they_are() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     assert TextTokenizer(tokenizer, None, None).tool_tokens == {tokenizer.token_to_id("<tool_call>")}
+
+
+def test_a_models_folder_says_which_they_are(tmp_path: Path) -> None:
+    settings = {"added_tokens_decoder": {"5": {"content": "<tool_call>"}, "6": {"content": "<other>"}}}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(settings))
+    assert tool_tokens_in(tmp_path) == {5}
+    for text in ("{", "[]", "{}", '{"added_tokens_decoder": {"x": {"content": "<tool_call>"}}}'):
+        file.write_text(text)
+        assert tool_tokens_in(tmp_path) == frozenset()
+    assert tool_tokens_in(tmp_path / "nowhere") == frozenset()
 
 
 @pytest.mark.parametrize("answer,ending", [([1, 7, 2], Ending.TOOL_USE), ([1, 2], Ending.END_TURN)])

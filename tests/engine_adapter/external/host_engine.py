@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.base import Ending
 from engine_adapter.copying.copier import TwinCopier
 from engine_adapter.external.jobs import StepPlan
 from engine_adapter.external.link import Identity, LinkPlan, StoreLink
@@ -134,6 +135,7 @@ class HostEngine:
         )
         self.requests: dict[str, _Running] = {}
         self.finished: dict[str, _Running] = {}
+        self.ending: Ending | None = None  # of all answers
         self.failed: list[str] = []
         self.bad: list[str] = []
         self._free = list(range(1, num_pages))  # page 0 is nobody's
@@ -341,7 +343,7 @@ class HostEngine:
     def _end(self, request: _Running) -> None:
         name = request.facts.id
         computed = request.computed if request.state == "running" else 0
-        held = self.scheduling.ended(name, [request.pages] if computed else (), computed)
+        held = self.scheduling.ended(name, [request.pages] if computed else (), computed, self.ending)
         del self.requests[name]
         if held or request.state == "loading":
             self._held[name] = request.pages

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine_adapter.base import Ending
 from kvstore.client import connect
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.engine_adapter.external.host_engine import BLOCK, HostEngine
@@ -367,3 +368,20 @@ def test_nobody_waits_for_long_for_a_daemon_that_does_not_answer(service: Servic
     wait_for("an answer", lambda: one.link.session is not None)
     assert other.ask("warm", prompt) == 4 * BLOCK
     sound(service, one, other)
+
+
+def test_a_prompt_that_waits_for_a_tool_is_retained_until_its_turn_ends(
+    service: Service, engine: Engines
+) -> None:
+    """No engine said how its answers ended."""
+    one, prompt = engine(), tokens(151, 4 * BLOCK + 1)
+    one.ask("cold", prompt)
+    before = service.stats().counters["retained"]
+    one.ending = Ending.TOOL_USE
+    one.ask("calls", prompt)
+    wait_for("the hint", lambda: service.stats().counters["retained"] == before + 4)
+    one.ending = Ending.END_TURN
+    one.ask("ends", prompt)
+    one.drain()
+    assert service.stats().counters["retained"] == before + 4
+    sound(service, one)
