@@ -491,8 +491,8 @@ class MoverPath:
         if self._group.doubt:
             raise KvstoreError(self._group.doubt)
         lost = await self._slab_answers.deleted(self.opened.directory)
-        if lost:
-            if (working := self._working()) is not None:
-                self._lost |= lost
-                working.kill()  # so that nothing moves in them when their blocks end
+        if lost and (working := self._working()) is not None:
+            self._lost |= lost
+            working.kill()  # so that nothing moves in them when their blocks end
+        if lost or self._lost:  # or the mover has found some, and is about to end
             raise KvstoreError("slabs were deleted")

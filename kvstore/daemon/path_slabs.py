@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.nvme import SlabTable
-from kvstore.layout import Columns, Tier
+from kvstore.layout import Columns, SlotState, Tier, states
 from kvstore.mover.link import MoverLink
 from tiers.nvme.directory import NvmeDirectory
 from tiers.nvme.slab import SlabFile
@@ -71,7 +71,13 @@ class PathSlabs:
     def _send(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
         if extent not in self._known:
             self._known.add(extent)
-            link.send_slab(extent, number, int(self._columns.extent_bytes[extent]), slot_bytes)
+            nbytes = int(self._columns.extent_bytes[extent])
+            link.send_slab(extent, number, nbytes, slot_bytes, self._blocks_in(extent))
+
+    def _blocks_in(self, extent: int) -> int:
+        base, slots = int(self._columns.extent_slot_base[extent]), int(self._columns.extent_slots[extent])
+        now = states(self._columns.pools[Tier.NVME].state[base : base + slots])
+        return int(np.count_nonzero(now == SlotState.SEALED))
 
     def delete(self, extent: int, file: SlabFile, link: MoverLink) -> None:
         """Has the mover delete a slab that was the extent's, and is no extent's any more. Raises ResourceExhausted."""

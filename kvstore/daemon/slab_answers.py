@@ -46,16 +46,6 @@ class SlabAnswers:
             self._voice.settled("slab")
         if not told.direct:
             _LOG.info("no O_DIRECT here: buffered", path=self._voice.number, extent=told.extent)
-        blocks = self._blocks_in(told.extent) if told.made else 0
-        if blocks:
-            self._owner.counters.add("nvme_slabs_lost_total")
-            _LOG.warning(
-                "slab was gone and is made anew: its blocks are misses",
-                path=self._voice.number,
-                folder=self._voice.folder,
-                slab=self._table.number(told.extent),
-                blocks=blocks,
-            )
 
     async def deleted(self, directory: NvmeDirectory) -> set[int]:
         """Extents whose slabs have blocks of the store, and no file any more."""

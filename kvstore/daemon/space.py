@@ -27,6 +27,7 @@ from tiers.nvme.capacity import (
     slab_room,
 )
 from tiers.nvme.directory import NvmeDirectory
+from tiers.nvme.disk import SYSTEM_DISK, Disk
 from tiers.nvme.notes import (
     BudgetNote,
     SizeNote,
@@ -44,19 +45,19 @@ _MEASURE_S = 5.0
 _MOST_NAMES = 3
 
 
-def resized(path: NvmePath) -> NvmePath:
+def resized(path: NvmePath, disk: Disk = SYSTEM_DISK) -> NvmePath:
     """The path with the size that it was given at run time, where the configuration says what it said then.
 
     Blocks on the disk: call it in a thread.
     """
     folder = Path(path.path)
     try:
-        note = read_size(folder)
+        note = read_size(folder, disk)
         if note is None or note.resized_bytes == path.capacity_bytes:
             return path
         if note.configured_bytes == path.capacity_bytes:
             return replace(path, capacity_bytes=note.resized_bytes)
-        remove_size(folder)  # whoever changed the configuration since means it
+        remove_size(folder, disk)  # whoever changed the configuration since means it
         _LOG.info("configured size counts again", path=path.path, size=format_size(path.capacity_bytes))
     except (KvstoreError, OSError) as error:
         _LOG.warning("size of a resize not read: the configured one counts", path=path.path, error=error)

@@ -119,9 +119,15 @@ class MoverLink:
         """Gives it a DRAM extent; `fd` stays the caller's. Raises ResourceExhausted where too much is queued."""
         self._send(wire.Extent(extent=extent, nbytes=nbytes), fd)
 
-    def send_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int) -> None:
-        """Asks for a slab; answered by SlabOpened or SlabFailed. Moves may follow at once. Raises ResourceExhausted."""
-        self._send(wire.Slab(extent=extent, number=number, nbytes=nbytes, slot_bytes=slot_bytes))
+    def send_slab(self, extent: int, number: int, nbytes: int, slot_bytes: int, blocks: int = 0) -> None:
+        """Asks for a slab with so many blocks in it; answered by SlabOpened, SlabFailed or SlabLost.
+
+        Moves may follow at once. Raises ResourceExhausted.
+        """
+        slab = wire.Slab(
+            extent=extent, number=number, nbytes=nbytes, slot_bytes=slot_bytes, filled=blocks > 0
+        )
+        self._send(slab)
 
     def send_drop(self, tier: Tier, extent: int) -> None:
         """Unmaps a DRAM extent or deletes a slab, when no move that names it is out. Raises ResourceExhausted."""

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -238,12 +238,15 @@ class Mover:
         file = SlabFile(number=slab.number, slot_bytes=slab.slot_bytes, nbytes=slab.nbytes)
         exists = self._disk.exists(self._directory / file.name)
         fault("mover.slab")
+        if slab.filled and not exists:
+            self._end_without({slab.extent})
+            return
         try:
             self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
         except KvstoreError as error:
             self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))
         else:
-            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct, made=not exists))
+            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct))
 
     # The I/O threads run what follows, up to `_send`.
 
@@ -325,13 +328,17 @@ class Mover:
             deleted = self._nvme.deleted()
         except OSError:  # a disk that does not even say that is found out by its moves
             return False
+        self._end_without(deleted)
+        return bool(deleted)
+
+    def _end_without(self, deleted: Collection[int]) -> None:
+        """Ends, where there are any, with the word that these extents' slabs were deleted."""
         for extent in deleted:
             self._send(wire.SlabLost(extent=extent))
         if deleted:
             with self._sending:
                 self._ended = True
             os.eventfd_write(self._wake, 1)
-        return bool(deleted)
 
     def _notice(self, text: str) -> None:
         self._send(wire.Notice(text=text))

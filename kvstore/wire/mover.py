@@ -59,10 +59,10 @@ _MAX_TEXT_BYTES = 1024
 
 _KIND = struct.Struct("<I")
 _EXTENT = struct.Struct("<HxxxxxxQ")
-_SLAB = struct.Struct("<HxxIQQ")
+_SLAB = struct.Struct("<HBxIQQ")
 _DROP = struct.Struct("<BxH")
 _ID = struct.Struct("<Q")
-_OPENED = struct.Struct("<HBB")
+_OPENED = struct.Struct("<HBx")
 _FAILED = struct.Struct("<HB")
 _SHORT = struct.Struct("<H")
 _COUNTS = struct.Struct("<7Qd")
@@ -118,12 +118,16 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """A slab that moves may name as `extent`; made where the directory does not have it. Answered."""
+    """A slab that moves may name as `extent`; made where the directory does not have it. Answered.
+
+    `filled`: there are blocks in it. Where the directory does not have it then, somebody has deleted it: it is lost.
+    """
 
     extent: int
     number: int
     nbytes: int
     slot_bytes: int
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +168,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabOpened:
-    """The slab is there; `direct`: past the page cache; `made`: it was not there before."""
+    """The slab is there; `direct`: past the page cache."""
 
     extent: int
     direct: bool
-    made: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +254,7 @@ def pack(message: Message) -> bytes:
             return _KIND.pack(Kind.EXTENT) + _EXTENT.pack(message.extent, message.nbytes)
         case Slab():
             return _KIND.pack(Kind.SLAB) + _SLAB.pack(
-                message.extent, message.number, message.nbytes, message.slot_bytes
+                message.extent, message.filled, message.number, message.nbytes, message.slot_bytes
             )
         case Drop():
             return _KIND.pack(Kind.DROP) + _DROP.pack(message.tier, message.extent)
@@ -272,7 +275,7 @@ def _pack_report(message: Ready | SlabOpened | SlabFailed | SlabLost | Synced | 
         case Ready():
             return _KIND.pack(Kind.READY) + _SHORT.pack(message.threads)
         case SlabOpened():
-            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct, message.made)
+            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct)
         case SlabFailed():
             head = _FAILED.pack(message.extent, message.exists)
             return _KIND.pack(Kind.SLAB_FAILED) + head + _text(message.text)
@@ -306,8 +309,10 @@ def _parse_request(kind: int, body: bytes) -> Message:
             extent, nbytes = _EXTENT.unpack(body)
             return Extent(extent=extent, nbytes=nbytes)
         case Kind.SLAB:
-            extent, number, nbytes, slot_bytes = _SLAB.unpack(body)
-            return Slab(extent=extent, number=number, nbytes=nbytes, slot_bytes=slot_bytes)
+            extent, filled, number, nbytes, slot_bytes = _SLAB.unpack(body)
+            return Slab(
+                extent=extent, number=number, nbytes=nbytes, slot_bytes=slot_bytes, filled=bool(filled)
+            )
         case Kind.DROP:
             tier, extent = _DROP.unpack(body)
             return Drop(tier=Tier(tier), extent=extent)
@@ -326,8 +331,8 @@ def _parse_report(kind: int, body: bytes) -> Message:
         case Kind.READY:
             return Ready(threads=_SHORT.unpack(body)[0])
         case Kind.SLAB_OPENED:
-            extent, direct, made = _OPENED.unpack(body)
-            return SlabOpened(extent=extent, direct=bool(direct), made=bool(made))
+            extent, direct = _OPENED.unpack(body)
+            return SlabOpened(extent=extent, direct=bool(direct))
         case Kind.SLAB_FAILED:
             extent, exists = _FAILED.unpack_from(body)
             return SlabFailed(extent=extent, text=_text_of(body[_FAILED.size :]), exists=bool(exists))

@@ -93,6 +93,30 @@ def test_a_deleted_slab_that_nothing_has_opened_yet_is_found_by_a_flush(place: P
         one.close()
 
 
+def test_a_deleted_slab_that_a_write_opens_first_is_not_made_anew_under_its_blocks(place: Path) -> None:
+    """It was, empty, with a line in the log: a flush went on to call durable what had been in the old one."""
+    config = small_config(place, nvme_bytes=128 * MIB)
+    with started(config) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        store(one, "first")
+        assert flush(one).durable_blocks == BLOCKS
+        one.close()
+    with started(config) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        wait_for("the blocks", lambda: service.tier("nvme").sealed_slots == BLOCKS)
+        delete_slabs(Path(config.nvme[0].path))
+        store(one, "second")
+        wait_for("the count", lambda: service.stats().counters.get("nvme_slabs_lost_total") == 1)
+        wait_for("the path", lambda: in_service(service))
+        wait_for("a flush", lambda: flush(one).pending_blocks == 0)
+        assert flush(one).durable_blocks == BLOCKS
+        one.close()
+        kill_all(service)
+    with started(config) as service:
+        wait_for("the second's blocks", lambda: service.tier("nvme").sealed_slots == BLOCKS)
+        assert service.faults() == []
+
+
 def test_an_index_that_was_deleted_is_made_anew_with_all_there_is(place: Path) -> None:
     """LMDB went on in a file without a name, so a flush called durable what no later start could look up."""
     config = small_config(place, nvme_bytes=128 * MIB)

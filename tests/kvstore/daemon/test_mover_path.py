@@ -109,7 +109,10 @@ class Rig:
         )
         info = SimpleNamespace(extent=10, nbytes=4096)
         memory: Any = SimpleNamespace(extents=lambda tier: [(info, 0)] if tier is Tier.DRAM else [])
-        columns: Any = SimpleNamespace(extent_slot_bytes=[SLOT_BYTES], extent_bytes=[1 << 20])
+        columns: Any = SimpleNamespace(
+            extent_slot_bytes=[SLOT_BYTES], extent_bytes=[1 << 20], extent_slot_base=[0], extent_slots=[0],
+            pools=[SimpleNamespace(state=np.zeros(0, dtype=np.uint64))] * 3,
+        )  # fmt: skip
         slabs: Any = SimpleNamespace(number=lambda _: 1, slot_bytes=lambda _: SLOT_BYTES)
         opened: Any = SimpleNamespace(
             directory=SimpleNamespace(path=Path("/nowhere"), lock_fd=-1), plan=SimpleNamespace(map_bytes=0)

@@ -21,7 +21,10 @@ def test_no_two_extents_are_one_slab() -> None:
         set=lambda extent, number, slot_bytes: numbers.update({extent: number}),
         newest=5,
     )
-    columns: Any = SimpleNamespace(extent_slot_bytes=[4096, 4096], extent_bytes=[1 << 20, 1 << 20])
+    columns: Any = SimpleNamespace(
+        extent_slot_bytes=[4096, 4096], extent_bytes=[1 << 20, 1 << 20], extent_slot_base=[0, 2],
+        extent_slots=[2, 2], pools=[SimpleNamespace(state=np.array([0, 0, 1, 2], dtype=np.uint64))] * 3,
+    )  # fmt: skip
     directory: Any = SimpleNamespace(new_slab_number=lambda: 1)  # no file is there yet
     link: Any = SimpleNamespace(send_slab=lambda *slab: sent.append(slab))
     slabs = PathSlabs(columns=columns, table=table, directory=directory, index=SimpleNamespace())  # type: ignore[arg-type]
@@ -30,3 +33,4 @@ def test_no_two_extents_are_one_slab() -> None:
     assert slabs.open(moves, link)
     assert numbers == {0: 5, 1: 6}
     assert [slab[:2] for slab in sent] == [(0, 5), (1, 6)]
+    assert [slab[-1] for slab in sent] == [0, 1], "of which one has a block in it"

@@ -167,7 +167,7 @@ def test_it_says_what_it_is(start: Start) -> None:
     link = start(threads=3)
     messages = wait_for(link, wire.SlabOpened)
     assert wire.Ready(threads=3) in messages
-    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True, made=True)
+    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True)
 
 
 def test_a_slab_that_is_not_to_be_had_is_said(start: Start, harness: Harness) -> None:
@@ -461,7 +461,7 @@ def test_a_drop_and_a_new_slab_come_in_their_order(start: Start, harness: Harnes
     link.send_moves(harness.moves_back([3]))
     messages = wait_for(link, wire.Replies)
     assert list(statuses(messages).values()) == [MoveStatus.CORRUPT], "the new slab holds nothing"
-    assert wire.SlabOpened(extent=NVME, direct=True, made=True) in messages
+    assert wire.SlabOpened(extent=NVME, direct=True) in messages
 
 
 def test_reads_are_not_held_back_by_throttled_writes(start: Start, harness: Harness) -> None:
