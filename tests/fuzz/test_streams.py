@@ -168,7 +168,7 @@ ANSWERS = {
 @TRANSPORTS
 def test_bytes_that_are_no_message_end_their_own_stream(target: Target, transport: str) -> None:
     """A malformed message of a stream ended it without a reason, or as UNKNOWN."""
-    with target.attacked("rpc", hbm_slots=0) as victim:
+    with target.attacked("rpc", hbm_slots=32) as victim:
         hashes, _ = victim.fill(range(40))
 
         @examples(25)
