@@ -16,8 +16,9 @@ import numpy as np
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome, SealOutcome
 from kvstore.wire.packed import COPY, SEAL
-from tests.simulation.machine import SLOT_BYTES, Machine, Wrong
+from tests.simulation.machine import Machine
 from tests.simulation.oracle import Key, address, key_of, payload
+from tests.simulation.shape import SLOT_BYTES, Wrong
 
 NAMESPACES, CHAINS, BLOCKS = 2, 5, 12
 _NO_SLOTS = np.empty(0, dtype=np.uint32)

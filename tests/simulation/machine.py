@@ -12,113 +12,35 @@ import asyncio
 import functools
 import os
 import random
-import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from eviction.lru import Lru
 from kvstore.config import Durability, NvmePath, ServeConfig
-from kvstore.daemon.admin import Admin
-from kvstore.daemon.movers import Movers, PathStart
+from kvstore.daemon import movers as movers_module
+from kvstore.daemon import space as space_module
 from kvstore.daemon.nvme import FoundPath, SlabTable
-from kvstore.daemon.owner import Owner
-from kvstore.daemon.recovery import Tables
-from kvstore.errors import AlreadyExists, Corruption, NotFound
-from kvstore.layout import TableShape, Tier, open_columns, table_bytes
-from kvstore.mover.link import MoverLink
-from kvstore.mover.process import Mover
-from kvstore.moves import StoreLimits
-from kvstore.store import Store
-from kvstore.wire import mover as wire
+from kvstore.daemon.space import resized
+from kvstore.errors import AlreadyExists, Corruption
+from kvstore.layout import TableShape, Tier
 from tests.simulation.disk import SimDisk
 from tests.simulation.index_twin import IndexFile, IndexTwin
-from tests.simulation.loop import SimLoop
-from tiers.nvme.capacity import SMALL_FILES_BYTES, SlabPlan, index_bytes, slab_file_bytes
+from tests.simulation.life import Life
+from tests.simulation.mover import SimMover
+from tests.simulation.shape import START_MS, Crash, Death, Shape
+from tiers.nvme.capacity import DiskUsage, SlabPlan, disk_usage
 from tiers.nvme.cleared import read_cleared, without_cleared
 from tiers.nvme.directory import NvmeDirectory
-from tiers.nvme.index import SLOT_REF
+from tiers.nvme.index import SLOT_REF, NoIndex
 from tiers.nvme.recover import FoundRecords
 from tiers.nvme.scan import keep_known, scan_slabs
-from tiers.nvme.slab import list_slabs, stride_bytes
+from tiers.nvme.slab import SlabFile, list_slabs, remove_slab
 
-SLOT_BYTES = 4096
-_FOLDER = "/sim/nvme"
-START_MS = 1_700_000_000_000
-_THREADS = 2
-
-
-class Death(Enum):
-    """Who dies."""
-
-    MOVER = "mover"
-    DAEMON = "daemon"
-    EVERYTHING = "everything"
-    POWER = "power"
-
-
-class Crash(BaseException):
-    """Somebody died here. Not an Exception: what dies handles nothing."""
-
-
-class Wrong(AssertionError):
-    """The store did what it must never do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes and odds of a machine."""
-
-    durability: Durability = Durability.POWER
-    dram_extents: int = 3
-    dram_slots: int = 16
-    """Of each extent."""
-    paths: int = 1
-    """Disks' folders, each with a mover, slabs and an index of its own."""
-    hbm_slots: int = 24
-    """Of one device, whose memory outlives the daemon, not the machine; 0: no engine has HBM of its own."""
-    slabs: int = 3
-    """Of each path."""
-    slab_slots: int = 16
-    read_error: float = 0.0
-    write_error: float = 0.0
-    short: float = 0.0
-    sync_error: float = 0.0
-    no_space: float = 0.0
-    hang: float = 0.0
-    """Odds, at each piece of I/O, that the disk answers nothing for up to 20 s."""
-    flips: float = 0.0
-    """Odds, at each step, that a bit on the medium flips."""
-
-    @property
-    def folders(self) -> list[str]:
-        """Of the paths."""
-        return [f"{_FOLDER}{number}" for number in range(self.paths)]
-
-    @property
-    def slab_bytes(self) -> int:
-        return self.slab_slots * stride_bytes(SLOT_BYTES)
-
-    @property
-    def map_bytes(self) -> int:
-        return 1 << 20
-
-    @property
-    def slab_room(self) -> int:
-        """What slabs may take."""
-        return self.slabs * slab_file_bytes(self.slab_bytes)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Everything in one folder."""
-        return self.slab_room + index_bytes(self.map_bytes) + SMALL_FILES_BYTES
+__all__ = ["Machine", "recover_on"]
 
 
 class _Clock:
@@ -150,360 +72,6 @@ _CLOCKED = tuple(
 )
 
 
-class _Shared:
-    """The DRAM extents that a mover has been given."""
-
-    def __init__(self, dram: dict[int, bytearray]) -> None:
-        self._dram = dram
-        self._mapped: dict[int, memoryview] = {}
-
-    def adopt(self, extent: int, fd: int, nbytes: int) -> None:
-        self._mapped[extent] = memoryview(self._dram[extent])
-
-    def view(self, extent: int) -> memoryview:
-        if extent not in self._mapped:
-            raise NotFound(f"extent {extent} is not mapped")
-        return self._mapped[extent]
-
-    def drop(self, extent: int) -> None:
-        del self._mapped[extent]
-
-    def close(self) -> None:
-        self._mapped.clear()
-
-
-_A_FAULT = re.compile(r": \w+(Error|Exception): ")
-"""In a notice: an exception that nobody expected, caught where a thread begins."""
-
-
-class SimMover(Mover):
-    """The process of a path: the real one, with its socket two queues and its threads moments in `choices`."""
-
-    def __init__(self, machine: Machine, folder: str) -> None:
-        self.machine = machine
-        self.folder = folder
-        self.inbox: deque[wire.Message] = deque()
-        self.outbox: deque[wire.Message] = deque()
-        self.running: list[tuple[float, Callable[[], None]]] = []
-        """What its threads are at, and when the disk lets it end."""
-        self.opening: wire.Slab | wire.Drop | None = None
-        self.eof = False
-        self.exited = False
-        super().__init__(
-            None,  # type: ignore[arg-type]
-            wire.Config(directory=folder, threads=_THREADS, slabs_bytes=machine.shape.slab_room),
-            disk=machine.disk,
-        )
-        os.close(self._wake)
-        self._dram = self._nvme._memory = _Shared(machine.dram)  # type: ignore[assignment]
-        self._nvme._clock_ms = machine.now_ms
-
-    def _send(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Notice) and _A_FAULT.search(message.text):
-            self.machine.faults.append(message.text)
-        self.outbox.append(message)
-
-    def choices(self) -> list[Callable[[], None]]:
-        """What may happen in it next."""
-        if self.exited:
-            return []
-        found: list[Callable[[], None]] = []
-        queue, slabs = self._queue, self._slabs
-        if self.eof:
-            if not self.running and self.opening is None:
-                return [self.exit]
-        else:
-            if self.inbox:
-                found.append(self._receive_one)
-            if (queue._syncs or queue._may_read() or queue._may_write()) and len(self.running) <= _THREADS:
-                found.append(self._start_one)
-            if self.opening is None and slabs._asked:
-                found.append(self._open_one)
-            if self._held and not self.running:
-                found.append(self._send_held)
-        if self.machine.now_s >= self.machine.hung_until_s:
-            found += [
-                functools.partial(self._finish, number)
-                for number, (ends_s, _) in enumerate(self.running)
-                if ends_s <= self.machine.now_s
-            ]
-            if self.opening is not None:
-                found.append(self._opened)
-        return found
-
-    def end_of_file(self) -> None:
-        """The daemon's end of the socket is closed: what waits is forgotten, what runs is finished."""
-        self.eof = True
-        self.inbox.clear()
-        self._queue.close()
-
-    def exit(self) -> None:
-        """It ends by itself."""
-        self._storage.close()
-        self.exited = True
-
-    def kill(self) -> None:
-        """SIGKILL: some of what it was writing is written in part."""
-        self.eof = self.exited = True
-        disk = self.machine.disk
-        quiet, disk.before = disk.before, lambda operation: None
-        for _, job in self.running:
-            if self.machine.rng.random() < 0.5:
-                disk.torn_write = self.machine.rng.randrange(8)
-                job()
-        disk.before, disk.torn_write = quiet, None
-        self.running.clear()
-        self.outbox.clear()
-
-    def _receive_one(self) -> None:
-        self._take(self.inbox.popleft(), 0)
-
-    def _start_one(self) -> None:
-        """A thread takes a job."""
-        job = self._queue.get_now()
-        if job is not None:
-            self.running.append((self.machine.now_s + self.machine.latency_s(), job))
-            if self.machine.rng.random() < self.machine.shape.hang:
-                self.machine.hung_until_s = self.machine.now_s + self.machine.rng.uniform(0, 20)
-
-    def _finish(self, number: int) -> None:
-        self.running.pop(number)[1]()
-
-    def _open_one(self) -> None:
-        """The thread of the slabs takes what it was asked for."""
-        self.opening = self._slabs._asked.popleft()
-
-    def _opened(self) -> None:
-        message, self.opening = self.opening, None
-        assert message is not None
-        self._open_or_drop(message)
-        self._queue_pieces(self._slabs._done(message.extent))
-
-
-class Link(MoverLink):
-    """The daemon's end: the real one but for the socket and the process."""
-
-    def __init__(self, mover: SimMover) -> None:
-        self.mover = mover
-        self.pidfd = os.dup(mover.machine.null_fd)
-        self.outstanding = self.syncs = 0
-        self.ended = False
-        self._queued = deque()
-        self._max_outstanding = 64
-        self._starved = False
-        self._progressed_s = mover.machine.now_s
-        self._number = mover.machine.next_number()
-
-    @property
-    def pid(self) -> int:
-        return self._number
-
-    def fileno(self) -> int:
-        return self._number
-
-    @property
-    def readable(self) -> bool:
-        """Whether `receive` has something."""
-        return not self.ended and bool(self.mover.outbox or self.mover.exited)
-
-    def send_moves(self, moves: np.ndarray) -> int:
-        count = min(len(moves), self.room)
-        if count and self.mover.machine.rng.random() < 0.2:
-            count = self.mover.machine.rng.randrange(count + 1)  # the socket took no more
-        if count:
-            self._began()
-            self.outstanding += count
-            self.mover.inbox.append(wire.Moves(moves[:count].copy()))
-        return count
-
-    def flush(self) -> None:
-        pass
-
-    def receive(self) -> list[wire.Message]:
-        messages: list[wire.Message] = []
-        replies: list[np.ndarray] = []
-        for _ in range(self.mover.machine.rng.randrange(1, 8)):
-            if not self.mover.outbox:
-                self.ended = self.ended or self.mover.exited
-                break
-            message = self.mover.outbox.popleft()
-            if isinstance(message, wire.Replies):
-                self.outstanding -= len(message.replies)
-                replies.append(message.replies)
-            else:
-                messages.append(message)
-            if isinstance(message, wire.Synced):
-                self.syncs -= 1
-            self._progressed_s = self.mover.machine.now_s
-        if replies:
-            messages.insert(0, wire.Replies(np.concatenate(replies)))
-        return messages
-
-    def stalled_s(self) -> float:
-        return self.mover.machine.now_s - self._progressed_s if self.outstanding or self.syncs else 0.0
-
-    def kill(self) -> None:
-        self.mover.kill()
-
-    def stop(self) -> None:
-        self.ended = True
-        if not self.mover.eof:
-            self.mover.end_of_file()
-
-    def reap(self, timeout_s: float = 0.0) -> int | None:
-        if not self.mover.exited:
-            return None
-        self.stop()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-        return 0
-
-    def _began(self) -> None:
-        if not (self.outstanding or self.syncs):
-            self._progressed_s = self.mover.machine.now_s
-
-    def _send(self, message: wire.Message, fd: int | None = None) -> None:
-        if not self.ended:
-            self.mover.inbox.append(message)
-
-
-class _Kept:
-    """What the keeper holds: names are enough here."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    async def add(self, fds: dict[str, int]) -> None:
-        await asyncio.sleep(0)
-        self._machine.kept.update(fds)
-
-    def remove(self, names: list[str]) -> None:
-        for name in names:
-            self._machine.kept.pop(name, None)
-
-
-class _Memory:
-    """DRAM extents as the daemon knows them."""
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
-
-    def listen(self, on_extent: object, on_drop: object) -> None:
-        pass
-
-    def extents(self, tier: Tier) -> list[tuple[Any, int]]:
-        return [(info, 0) for info in self._owner.store.extents(tier)]
-
-
-class _Owner(Owner):
-    """With the machine's clock; `settling` is told whenever a call into the store has been made."""
-
-    clock: Callable[[], int]
-    _clock_ms = 0
-    settling: Callable[[], None] = staticmethod(lambda: None)
-
-    def settle_soon(self) -> None:
-        self.settling()
-        super().settle_soon()
-
-    def now_ms(self) -> int:
-        self._clock_ms = max(self._clock_ms, self.clock())
-        return self._clock_ms
-
-
-class Life:
-    """One life of the daemon."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.loop = SimLoop(lambda: machine.now_s, machine.readable)
-        self.links: list[Link] = []
-        fresh = machine.tables is None
-        limits = StoreLimits(
-            max_writes=64,
-            ghosts=32,
-            victim_batch=4,
-            reserve_slots=1,
-            max_waiting_leases=64,
-            paths=machine.shape.paths,
-        )
-        if fresh:
-            machine.tables = memoryview(bytearray(table_bytes(machine.table_shape)))
-            store = Store.create(
-                machine.tables, machine.table_shape, limits, Lru(), fault=machine.store_point
-            )
-        else:
-            assert machine.tables is not None
-            store = Store.recover(
-                machine.tables, limits, Lru(), now_ms=machine.now_ms(), fault=machine.store_point
-            )
-        self.store = store
-        columns = open_columns(machine.tables, machine.table_shape)
-        self.columns = columns
-        tables = Tables(fd=-1, columns=columns, store=store, fresh=fresh)
-        self.owner = _Owner(store=store, config=machine.config, boot_epoch=1)
-        self.owner.clock = machine.now_ms
-        if fresh:
-            for _ in range(machine.shape.dram_extents):
-                extent = store.add_extent(
-                    tier=Tier.DRAM, device=0, nbytes=machine.shape.dram_slots * SLOT_BYTES
-                )
-                machine.dram[int(extent)] = bytearray(machine.shape.dram_slots * SLOT_BYTES)
-            if nbytes := machine.shape.hbm_slots * SLOT_BYTES:
-                extent = store.add_extent(tier=Tier.HBM, device=0, nbytes=nbytes, slot_bytes=SLOT_BYTES)
-                machine.hbm[int(extent)] = bytearray(nbytes)
-        self.movers = Movers(
-            owner=self.owner,
-            kept=_Kept(machine),  # type: ignore[arg-type]
-            memory=_Memory(self.owner),  # type: ignore[arg-type]
-            tables=tables,
-            secret=b"",
-            inherited=dict(machine.kept),
-            open_path=machine.open_path,
-            start_link=self._start_link,
-        )
-        machine.kept[SlabTable.NAME] = self.movers.slabs.fd
-        self.admin = Admin(
-            owner=self.owner,
-            sessions=None,  # type: ignore[arg-type]
-            memory=None,  # type: ignore[arg-type]
-            movers=self.movers,
-            resizing=None,  # type: ignore[arg-type]
-            tenancy=None,  # type: ignore[arg-type]
-        )
-        self.starts = [PathStart() for _ in machine.config.nvme]
-        self.work = [
-            *(
-                self.loop.create_task(self.movers.run_path(number, machine.config.nvme[number], start))
-                for number, start in enumerate(self.starts)
-            ),
-            self.loop.create_task(self.owner.tick_forever()),
-            self.loop.create_task(self._sweep()),
-        ]
-        self.movers.serving = True
-
-    def _start_link(self, config: wire.Config, *, lock_fd: int | None = None) -> MoverLink:
-        mover = SimMover(self.machine, config.directory)
-        self.machine.movers.append(mover)
-        link = Link(mover)
-        self.links.append(link)
-        self.machine.pidfds[link.pidfd] = mover
-        return link
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            self.movers.commit_soon()
-
-    def die(self) -> None:
-        """The process is gone: its sockets are at end of file."""
-        self.loop.die()
-        for link in self.links:
-            if not link.mover.eof:
-                link.mover.end_of_file()
-
-
 class Machine:
     """See the module."""
 
@@ -516,16 +84,21 @@ class Machine:
         self.index_files = {folder: IndexFile() for folder in shape.folders}
         self.boot = 1
         self.dram: dict[int, bytearray] = {}
+        self.memories: list[bytearray] = []
+        """All that DRAM ever had, by descriptor."""
+        self.dram_extents = shape.dram_extents
+        """The size of DRAM, as the keeper holds it."""
         self.hbm: dict[int, bytearray] = {}
         self.tables: memoryview | None = None
         self.kept: dict[str, int] = {}
         self.movers: list[SimMover] = []
         self.pidfds: dict[int, SimMover] = {}
         self.null_fd = os.open("/dev/null", os.O_RDONLY)
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.table_shape = TableShape(
             max_rows=512,
             hbm_slots=max(1, shape.hbm_slots),
-            dram_slots=shape.dram_extents * shape.dram_slots,
+            dram_slots=(shape.dram_extents + 1) * shape.dram_slots,
             nvme_slots=2 * shape.paths * (shape.slabs + 1) * shape.slab_slots,
             devices=1,
             max_extents=32,
@@ -534,7 +107,10 @@ class Machine:
         )
         self.config = ServeConfig(
             socket="/sim/kvstore.sock",
-            nvme=tuple(NvmePath(path=folder, capacity_bytes=64 << 20) for folder in shape.folders),
+            nvme=tuple(
+                NvmePath(path=folder, capacity_bytes=shape.capacity_of(shape.slabs))
+                for folder in shape.folders
+            ),
             durability=shape.durability,
         )
         self.trace: deque[str] = deque(maxlen=60)
@@ -550,6 +126,8 @@ class Machine:
         self.on_operation: Callable[[str], None] = lambda operation: None
         for module in _CLOCKED:
             module.time = _Clock(self)  # type: ignore[attr-defined, assignment]
+        movers_module.resized = lambda path: resized(path, self.disk)
+        space_module.disk_usage = self._usage
         self.life = Life(self)
 
     def close(self) -> None:
@@ -562,10 +140,12 @@ class Machine:
             if name == SlabTable.NAME:
                 os.close(fd)
         os.close(self.null_fd)
+        os.close(self.wake_fd)
         for life in (*self._buried, self.life):
             life.loop.close_tasks()
         for module in _CLOCKED:
             module.time = time  # type: ignore[attr-defined]
+        movers_module.resized, space_module.disk_usage = resized, disk_usage
         self._buried.clear()
 
     # ------------------------------------------------------------ what everything asks
@@ -757,9 +337,13 @@ class Machine:
             raise AlreadyExists("in use by a mover", retry_after_s=0.1)
         directory = NvmeDirectory(Path(path.path), -1, disk=self.disk)
         plan = SlabPlan(
-            slabs=self.shape.slabs, slab_bytes=self.shape.slab_bytes, map_bytes=self.shape.map_bytes
+            slabs=self.shape.slabs_of(path.capacity_bytes),
+            slab_bytes=self.shape.slab_bytes,
+            map_bytes=self.shape.map_bytes,
         )
         slabs = directory.slabs()
+        if self.shape.durability is Durability.NONE:
+            return self._open_unindexed(directory, plan, slabs, read_index=read_index)
 
         def find() -> FoundRecords:
             records = self._recover(path.path)
@@ -772,6 +356,38 @@ class Machine:
             find=find if read_index else None,
             open_index=lambda: self._open_or_rebuild(path.path),  # type: ignore[arg-type,return-value]
         )
+
+    def _open_unindexed(
+        self, directory: NvmeDirectory, plan: SlabPlan, slabs: Sequence[SlabFile], *, read_index: bool
+    ) -> FoundPath:
+        """What the tables do not know is not believed."""
+        if read_index:
+            for slab in slabs:
+                remove_slab(directory.path, slab, directory.disk)
+            slabs = ()
+        return FoundPath(directory=directory, plan=plan, slabs=tuple(slabs), find=None, open_index=NoIndex)
+
+    def _usage(self, folder: Path) -> DiskUsage:
+        """As tiers.nvme.capacity.disk_usage."""
+        sizes = dict(self.disk.files(folder))
+        slabs = sum(size for name, size in sizes.items() if name.startswith("slab-"))
+        return DiskUsage(
+            slab_bytes=slabs,
+            index_bytes=self.index_files[str(folder)].nbytes,
+            other_bytes=sum(sizes.values()) - slabs,
+        )
+
+    def delete_slab(self, folder: str) -> int | None:
+        """Somebody deletes a slab's file, whoever has it open: its number; None where there is none."""
+        names = sorted(name for name, _ in self.disk.files(Path(folder)) if name.startswith("slab-"))
+        if not names:
+            return None
+        name = self.rng.choice(names)
+        quiet, self.disk.before = self.disk.before, lambda operation: None
+        self.disk.unlink(Path(folder, name))
+        self.disk.before = quiet
+        self.note(f"somebody deletes {name}")
+        return int(name.split("-")[1])
 
     def _recover(self, folder: str) -> np.ndarray:
         index_file, map_bytes = self.index_files[folder], self.shape.map_bytes
@@ -817,6 +433,3 @@ def recover_on(
         index.complete()
         index.close()
         return records
-
-
-__all__ = ["Crash", "Death", "Life", "Link", "Machine", "Shape", "SimMover", "Wrong", "recover_on"]

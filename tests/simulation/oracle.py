@@ -16,7 +16,8 @@ from kvstore.layout import NONE, Tier
 from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE
 from tests.simulation.disk import SimDisk
-from tests.simulation.machine import SLOT_BYTES, Life, Wrong
+from tests.simulation.life import Life
+from tests.simulation.shape import SLOT_BYTES, Wrong
 from tiers.nvme.index import RECORD
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.slab import list_slabs, stride_bytes

@@ -21,43 +21,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvstore.config import Durability
-from tests.simulation.machine import Death, Shape
-from tests.simulation.scenario import Plan, Scenario
+from tests.simulation.plan import Plan, plan_of
+from tests.simulation.scenario import Scenario
+from tests.simulation.shape import Death
 
 STEPS = 5000
-FIXED = range(1, 28)
+FIXED = range(1, 37)
 """Seeds that are always run: three of each plan."""
 _PROGRESS_S = 10.0
-
-_PLANS: dict[str, Plan] = {
-    "power": Plan(shape=Shape()),
-    "roomy": Plan(
-        shape=Shape(slabs=6, slab_slots=32, dram_extents=4, dram_slots=24),
-        no_eviction=True,
-        clears=0.0,
-        flushes=0.03,
-    ),
-    "process": Plan(shape=Shape(durability=Durability.PROCESS)),
-    "failing": Plan(
-        shape=Shape(read_error=0.01, write_error=0.02, short=0.02, sync_error=0.05, no_space=0.05, hang=0.01)
-    ),
-    "rotting": Plan(shape=Shape(flips=0.002), clears=0.0),
-    "tiny": Plan(shape=Shape(slabs=2, slab_slots=6, dram_extents=2, dram_slots=8), clients=0.3),
-    "daemon": Plan(
-        shape=Shape(),
-        deaths=((Death.DAEMON, 6.0), (Death.MOVER, 2.0), (Death.POWER, 1.0)),
-        points_between=250,
-    ),
-    "disks": Plan(shape=Shape(paths=2, slabs=2, dram_extents=4), clears=0.004),
-    "watched": Plan(shape=Shape(), checks=1.0),
-}
-
-
-def plan_of(seed: int) -> tuple[str, Plan]:
-    """Name and plan of a seed."""
-    name = list(_PLANS)[seed % len(_PLANS)]
-    return name, _PLANS[name]
 
 
 @dataclass
@@ -83,7 +54,8 @@ class Totals:
             f"{self.crashes:,} crashes in {self.seconds:,.0f} s ({kinds}, {counts['asides']:,} aside) over "
             f"{self.seeds:,} seeds: 0 wrong bytes in {counts['served'] + counts['read']:,} blocks read, 0 lost of "
             f"{counts['owed']:,} owed after {counts['flushes']:,} flushes, {counts['clears']:,} clears, "
-            f"{counts['stops']:,} orderly ends, at most "
+            f"{counts['stops']:,} orderly ends, {counts['resizes']:,} resizes, "
+            f"{counts['deletes']:,} deleted slabs, at most "
             f"{self.fullest:.1%} of the room for slabs"
         )
 
@@ -128,7 +100,7 @@ def run_seed(seed: int, steps: int, totals: Totals, *, plan: Plan | None = None)
         logger.handlers[:], logger.propagate = before[:2]
         logger.setLevel(before[2])
         counts = scenario.machine.counts
-        fullest = counts.pop("most_bytes", 0) / scenario.machine.shape.slab_room
+        fullest = counts.pop("most_bytes", 0) / scenario.machine.shape.room_of(scenario.most_slabs)
         totals.counts.update(counts)
         totals.fullest = max(totals.fullest, fullest)
         totals.seeds += 1

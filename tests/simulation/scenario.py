@@ -14,47 +14,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.config import Durability
 from kvstore.daemon.write_down import Flushed
 from kvstore.errors import KvstoreError
+from kvstore.layout import Tier
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.simulation.clients import Clients
 from tests.simulation.disk import PAGE, Odds
-from tests.simulation.machine import Death, Life, Machine, Shape, Wrong, recover_on
+from tests.simulation.life import Life
+from tests.simulation.machine import Machine, recover_on
 from tests.simulation.oracle import Key, Place, check_memory, in_dram, known, on_path, places, read_records
+from tests.simulation.plan import Plan
+from tests.simulation.shape import Death, Wrong
 
 _ALL_NAMESPACES = 0xFFFFFFFF
 _OPENING_STEPS = 4000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a scenario does."""
-
-    shape: Shape
-    deaths: tuple[tuple[Death, float], ...] = (
-        (Death.MOVER, 1.0),
-        (Death.DAEMON, 2.0),
-        (Death.EVERYTHING, 1.0),
-        (Death.POWER, 3.0),
-    )
-    """Who dies, by weight."""
-    points_between: int = 500
-    """Points from one death to the next, about."""
-    double_deaths: float = 0.3
-    """Odds that somebody dies again while what died starts."""
-    asides: float = 0.5
-    """Odds that an operation of the disk is looked at aside, twice then."""
-    clears: float = 0.002
-    flushes: float = 0.02
-    stops: float = 0.001
-    """Odds, at each step, that the daemon is ended in order."""
-    clients: float = 0.2
-    """Odds, at each step, that an administrator clears, somebody flushes, an engine acts."""
-    checks: float = 0.02
-    """Odds that a step is followed by a check of all of memory; 1: each is."""
-    no_eviction: bool = False
-    """The disk has room for every block: then nothing that a flush acknowledged may ever go."""
 
 
 @dataclass
@@ -64,6 +39,15 @@ class _Flush:
     """What was in DRAM when it was asked for."""
     durable: dict[Key, Place] | None = None
     """What the store counted as written when the flush began to make it durable."""
+    void: bool = False
+    """A file that it may have counted on was deleted meanwhile."""
+
+
+@dataclass
+class _Resize:
+    task: asyncio.Task[bool]
+    path: int | None
+    """None: DRAM."""
 
 
 @dataclass
@@ -95,6 +79,10 @@ class Scenario:
         """Entered by the last start though their slots had been given to other blocks, or were being: misses to be."""
         self._flushes: list[_Flush] = []
         self._clears: list[_Clear] = []
+        self._resize: _Resize | None = None
+        self._slabs = [plan.shape.slabs] * plan.shape.paths
+        """The most slabs that each path may have now: of its old size and its new one, until it has that."""
+        self.most_slabs = plan.shape.slabs + (1 if plan.resizes else 0)
         self._every_key = [
             {(int(a), int(b)) for a, b in chain.reshape(-1, 2)} for chain in self.clients.hashes
         ]
@@ -154,6 +142,10 @@ class Scenario:
             machine.guarded(self._act)
         elif chance > 1 - plan.stops:
             machine.guarded(self._stop_in_order)
+        elif chance > 1 - plan.stops - plan.resizes:
+            machine.guarded(self._begin_resize)
+        elif chance > 1 - plan.stops - plan.resizes - plan.deletes:
+            self._delete()
         else:
             machine.step()
 
@@ -219,6 +211,41 @@ class Scenario:
         self._clears.append(_Clear(task, None if client is None else client.which, set()))
         self.machine.note(f"clear of namespace {'*' if client is None else client.which} begins")
 
+    def _begin_resize(self) -> None:
+        life, shape = self.machine.life, self.plan.shape
+        if self._resize is not None:
+            return
+        path = self.rng.choice([None, *range(shape.paths)])
+        if path is None:
+            wanted = self.rng.randrange(1, shape.dram_extents + 2)
+            task = life.loop.create_task(life.resize_dram(wanted))
+        else:
+            wanted = self.rng.randrange(1, shape.slabs + 2)
+            self._slabs[path] = max(self._slabs[path], wanted)
+            task = life.loop.create_task(life.resize_path(path, wanted))
+        self._resize = _Resize(task, path)
+        self.machine.counts["resizes"] += 1
+        self.machine.note(f"{'dram' if path is None else f'path {path}'} is to have {wanted} extents")
+
+    def _delete(self) -> None:
+        """What was promised of it is owed no more; what is promised from now on is."""
+        life, path = self.machine.life, self.rng.randrange(self.plan.shape.paths)
+        number = self.machine.delete_slab(self.plan.shape.folders[path])
+        if number is None:
+            return
+        self.machine.counts["deletes"] += 1
+        of_path = {
+            int(info.extent)
+            for info in life.store.extents(Tier.NVME)
+            if info.device == path and life.movers.slabs.number(info.extent) == number
+        }
+        extents = life.store._state.nvme.extent
+        for promises in (self.promised, self._owed):
+            for key in [key for key, place in promises.items() if int(extents[place.slot]) in of_path]:
+                del promises[key]
+        for flush in self._flushes:
+            flush.void = True
+
     def _note_kept(self) -> None:
         """A clear says that it has called the store."""
         task = asyncio.current_task(self.machine.life.loop)
@@ -239,9 +266,12 @@ class Scenario:
                 continue
             pending = flush.task.result().pending_blocks
             self.machine.note(f"flush is answered, {pending} pending")
-            if pending == 0 and flush.durable is not None:
+            if pending == 0 and flush.durable is not None and not flush.void:
                 self.machine.counts["flushes"] += 1
                 self._promise(flush.wanted, flush.durable)
+        if self._resize is not None and self._resize.task.done():
+            self._resize.task.result()
+            self._resize = None
         for clear in [clear for clear in self._clears if clear.task.done()]:
             self._clears.remove(clear)
             keys = self._keys_of(clear)
@@ -304,12 +334,23 @@ class Scenario:
             self._judge = self._judge if death is Death.DAEMON else death
             return
         self._owed = self._owed_now()
+        if death is not Death.DAEMON and self._forgotten():
+            self._owed = {}
         for clear in self._clears:  # never answered, and perhaps noted all the same
             self._excuse(self._keys_of(clear))
         self._flushes.clear()
         self._clears.clear()
+        self._resize = None
         self._stop = None
         self._judge = death
+
+    def _forgotten(self) -> bool:
+        """Whether the next start may leave out what was durable: it trusts no disk, or has to make a path smaller."""
+        if self.plan.shape.durability is Durability.NONE:
+            return True
+        resizers = [self.machine.life.movers.path(number) for number in range(self.plan.shape.paths)]
+        busy = any(found is None or not found[1].done for found in resizers)
+        return bool(self.plan.resizes) and (busy or self._resize is not None)
 
     def _owed_now(self) -> dict[Key, Place]:
         """What was promised, is in the store still, and is not being cleared."""
@@ -410,16 +451,26 @@ class Scenario:
     def _check_size(self) -> None:
         """Slabs and index, each and together."""
         machine, shape = self.machine, self.machine.shape
-        for folder, index_file in machine.index_files.items():
+        for number, (folder, index_file) in enumerate(machine.index_files.items()):
+            slabs_now = self._slabs_of(number)
+            room, capacity = shape.room_of(slabs_now), shape.bound_of(slabs_now)
             sizes = dict(machine.disk.files(Path(folder)))
             slabs = sum(size for name, size in sizes.items() if name.startswith("slab-"))
             machine.counts["most_bytes"] = max(machine.counts["most_bytes"], slabs)
             used = sum(-(-size // PAGE) * PAGE for size in sizes.values()) + index_file.nbytes
-            if slabs > shape.slab_room or index_file.nbytes > shape.map_bytes or used > shape.capacity_bytes:
+            if slabs > room or index_file.nbytes > shape.map_bytes or used > capacity:
                 raise Wrong(
-                    f"{used} bytes in {folder}, {slabs} of them slabs; {shape.capacity_bytes} are configured, "
-                    f"{shape.slab_room} of them for slabs"
+                    f"{used} bytes in {folder}, {slabs} of them slabs; {capacity} are configured, "
+                    f"{room} of them for slabs"
                 )
+
+    def _slabs_of(self, number: int) -> int:
+        """The most slabs that a path may have now."""
+        found = self.machine.life.movers.path(number)
+        busy = self._resize is not None and self._resize.path == number
+        if found is not None and found[1].done and not busy:
+            self._slabs[number] = self.plan.shape.slabs_of(found[0].space.capacity_bytes)
+        return self._slabs[number]
 
     # ------------------------------------------------------------ asides
 
@@ -468,4 +519,4 @@ class Scenario:
             self._check_gone(set(found), f"{death.value} before {operation}, aside,")
 
 
-__all__ = ["Plan", "Scenario"]
+__all__ = ["Scenario"]
