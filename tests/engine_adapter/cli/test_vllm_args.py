@@ -32,6 +32,7 @@ def test_the_flag_is_what_a_shell_reads(capsys: pytest.CaptureFixture[str]) -> N
     [
         ({"sockets": "x"}, "unknown option 'sockets'"),
         ({"layout": "mine"}, "layout must be"),
+        ({"cache": "half"}, "cache must be"),
         ({"room_blocks": -1}, "room_blocks"),
         ({"room_blocks": True}, "must be a int"),
         ({"timeout_s": "5"}, "must be a float"),

@@ -104,6 +104,7 @@ class HostEngine:
         return_s: float = 5.0,
         ahead: int = 0,
         use: CacheUse = CacheUse.ON,
+        tenant: str = "",
         **rules: float,
     ) -> None:
         """`ahead`: tokens of a step that it does not know yet, as of an engine that schedules asynchronously."""
@@ -126,6 +127,7 @@ class HostEngine:
                 breaker_s=0.5,
                 return_s=return_s,
                 use=use,
+                tenant=tenant,
             )
         )
         self.policy = policy

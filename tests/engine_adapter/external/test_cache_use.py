@@ -93,3 +93,13 @@ def test_a_paused_service_promises_nothing(service: Service, engine: Engines, po
     one.forget()
     assert one.ask("was not stored", prompt(40 + len(policy))) == 0
     sound(service, one)
+
+
+def test_tenants_share_no_block(service: Service, engine: Engines) -> None:
+    alice, bob, nobody = engine(tenant="alice"), engine(tenant="bob"), engine()
+    known = prompt(50)
+    alice.ask("cold", known)
+    assert bob.ask("another", known) == nobody.ask("none", known) == 0
+    alice.forget()
+    assert alice.ask("again", known) == BLOCKS * BLOCK
+    sound(service, alice, bob, nobody)

@@ -114,9 +114,16 @@ def test_an_adapter_whose_files_are_not_known_is_new_at_each_start() -> None:
 
 def test_settings_are_those_of_one_object() -> None:
     assert options_of(None) == options_of({"backend_name": "kvstore"}) == HiCacheOptions()
-    given = {"socket": "/run/kv.sock", "weights": "m@1", "load_s": 3, "store_s": 0.5}
+    given = {
+        "socket": "/run/kv.sock",
+        "weights": "m@1",
+        "load_s": 3,
+        "store_s": 0.5,
+        "cache": "dry-run",
+        "tenant": "alice",
+    }
     assert options_of({"kvstore": given}) == HiCacheOptions(
-        socket="/run/kv.sock", weights="m@1", load_s=3, store_s=0.5
+        socket="/run/kv.sock", weights="m@1", load_s=3, store_s=0.5, cache="dry-run", tenant="alice"
     )
 
 
@@ -127,6 +134,8 @@ def test_settings_are_those_of_one_object() -> None:
         ({"sock": "x"}, "no setting 'sock'"),
         ({"socket": 5}, "socket is a text"),
         ({"weights": ""}, "weights is a text"),
+        ({"cache": "half"}, "cache must be one of on, read"),
+        ({"tenant": 1}, "tenant is a text"),
         ({"load_s": True}, "load_s is a number"),
         ({"store_s": 61}, "from 0 to 60"),
         ({"load_s": "2"}, "load_s is a number"),
