@@ -143,6 +143,28 @@ def test_what_one_engine_computes_another_loads(
     assert service.faults() == []
 
 
+@pytest.mark.parametrize("use,served,stored", [("read", True, False), ("dry-run", False, True)])
+def test_an_engine_uses_of_the_cache_what_it_says(
+    service: Service, model: str, monkeypatch: pytest.MonkeyPatch, use: str, served: bool, stored: bool
+) -> None:
+    known, new = prompt(6 * B + 2), prompt(4 * B + 1)
+    with host(service.socket, model, monkeypatch) as one:
+        keep(one, known, 6 * B)
+        before = service.stats().counters
+        with host(service.socket, model, monkeypatch, settings={"cache": use}) as other:
+            assert cached(other, known) == (6 * B if served else 0)
+            assert cached(other, new) == 0
+            other.settle()
+            await_nothing_held(other)
+        after = service.stats().counters
+        for name, blocks in (("blocks_dry_run", 6 + 4), ("blocks_would_hit_dram", 6)):
+            assert after.get(name, 0) - before.get(name, 0) == (0 if served else blocks)
+        if stored:
+            await_cached(one, new, 4 * B)
+        else:
+            assert cached(one, new) == 0
+
+
 @pytest.mark.parametrize("tokens,most", [(3 * B, 2 * B), (3 * B + 1, 3 * B), (B - 1, 0), (B, 0)])
 def test_one_token_is_always_computed(
     service: Service, model: str, monkeypatch: pytest.MonkeyPatch, tokens: int, most: int
