@@ -1,7 +1,7 @@
 """How a disk is worked: by few threads that have several calls under way, or by many with one each.
 
 Where the kernel takes calls into a queue and goes on (io_submit(2), on most file systems), two threads fill any disk:
-each has a piece under way, waits for several calls at once and computes checksums meanwhile.
+each has 48 MiB under way, waits for several calls at once and computes checksums meanwhile.
 
 Elsewhere a virtual disk is full with a few, a real NVMe only with eight or more. Twice as many as fill the disk: while
 half of them wait for it, the others compute checksums. With as many as fill it, writes of 1.4 MiB blocks came to 0.7 of
@@ -29,7 +29,7 @@ from tiers.nvme.pieces import PIECE_BYTES, QUEUED_PIECE_BYTES
 __all__ = ["DEFAULT_THREADS", "QUEUED_THREADS", "IoPlan", "plan_io", "probe_queue", "probe_threads"]
 
 DEFAULT_THREADS = 4
-QUEUED_THREADS = 4
+QUEUED_THREADS = 3
 _QUEUED_SHARES = 2
 """A piece costs 0.3 ms beside its bytes, in mover and daemon together: one that is not cut saves it."""
 _QUEUE_BYTES = 4 * MIB
