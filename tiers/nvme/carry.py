@@ -62,9 +62,9 @@ NO_MEMORY = -3
 """The fault of a move that names memory that is not mapped."""
 _WINDOW_BYTES = 48 << 20
 """What a thread may have under way where calls are queued. A disk was written at 0.94 of a plain loop's rate with 64
-MiB and at 0.90 with 32: a thread comes late to its turn, and the disk must not be through with what it was given. A read
-that comes beside writes waits for what the disk has: 8 MiB for 30 ms with 48 MiB in each of three threads, 43 ms with
-64. Smaller ones gain no processor time either: what a disk has just delivered is in no cache."""
+MiB and at 0.90 with 32: a thread comes late to its turn, and the disk must not be through with what it was given. A
+read that comes beside writes waits for what the disk has: 8 MiB for 30 ms with 48 MiB in each of three threads, 43 ms
+with 64. Smaller ones gain no processor time either: what a disk has just delivered is in no cache."""
 
 # A move as a plain tuple: where numpy costs 100 µs a move, tuples cost 10.
 _Row = tuple[int, int, int, int, int, bytes, bytes, bytes]
