@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from engine_adapter.external.link import Identity
+from kvstore.cache_use import Access
+
 if TYPE_CHECKING:
     from tests.vllm.driver import Driver
 
@@ -18,12 +21,18 @@ def scheduling(driver: Driver) -> Any:
     return driver.core.scheduler.connector._half.scheduling
 
 
-def attached(driver: Driver, timeout_s: float = 20.0) -> bool:
-    """Whether the store is reached within a time."""
+def attached(driver: Driver, timeout_s: float = 60.0) -> bool:
+    """Whether within a time the store is reached, and prompts can be looked up and stored: what is asked before that is
+    computed, and may find no slot to be stored in."""
     until = time.monotonic() + timeout_s
     link = driver.core.scheduler.connector._half._link
     while time.monotonic() < until:
-        if link.session is not None:
+        session = link.session
+        if (
+            session is not None
+            and link.namespace(Identity()) is not None
+            and (session.room_in_hand or not session.use.access & Access.WRITES)
+        ):
             return True
         time.sleep(0.02)
     return False

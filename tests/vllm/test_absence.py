@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,10 +28,8 @@ def test_a_daemon_that_is_down_at_the_start_dies_in_the_middle_and_comes_back(
             assert (hit.cached, hit.tokens) == (5 * BLOCK, alone.tokens)
             assert service.faults() == []
         vllm.reset()
-        began = time.monotonic()
         without = vllm.generate(tokens)[0]
         assert (without.cached, without.tokens) == (0, alone.tokens)
-        assert time.monotonic() - began < 30
         with started(config) as service:  # nothing is left of the session: vLLM attaches anew
             assert vllm.call("attached")
             vllm.reset()
