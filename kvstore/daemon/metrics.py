@@ -43,7 +43,7 @@ _PATH_GAUGES = (
 )
 _PATH_TEXTS = {
     "hangs": "1 while the disk of an NVMe path does not answer",
-    "in_service": "1 while an NVMe path is open and has a mover, also one that hangs (kvstore_path_hangs)",
+    "in_service": "1 while an NVMe path is open, has a mover, and its disk answers",
 }
 _PATH_COUNTERS = ("accepted_bytes", "written_bytes")
 _TIER_GAUGES = tuple(
@@ -125,7 +125,10 @@ def _paths(stats: pb.StatsReply) -> Iterator[Metric]:
         text = _PATH_TEXTS.get(name, f"{name} of an NVMe path")
         gauge = GaugeMetricFamily(f"kvstore_path_{name}", text, labels=["path"])
         for path in stats.paths:
-            gauge.add_metric([path.path], getattr(path, name))
+            value = getattr(path, name)
+            if name == "in_service":
+                value = value and not path.hangs
+            gauge.add_metric([path.path], value)
         yield gauge
     for name in _PATH_COUNTERS:
         counter = CounterMetricFamily(f"kvstore_path_{name}", f"{name} of an NVMe path", labels=["path"])

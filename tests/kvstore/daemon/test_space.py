@@ -139,6 +139,7 @@ STATS = pb.StatsReply(
         ),
         pb.PathStats(path="/mnt/b", capacity_bytes=GIB, in_service=True, leaving_extents=3),
         pb.PathStats(path="/mnt/c", capacity_bytes=GIB),
+        pb.PathStats(path="/mnt/d", capacity_bytes=GIB, in_service=True, hangs=True),
     ],
 )
 
@@ -163,7 +164,6 @@ def test_metrics_have_each_path() -> None:
     assert 'kvstore_path_accepted_bytes_total{path="/var/lib/kvstore"} 1000.0' in text
     assert 'kvstore_path_leaving_extents{path="/mnt/b"} 3.0' in text
     assert 'kvstore_path_in_service{path="/mnt/c"} 0.0' in text
-    assert (
-        "HELP kvstore_path_in_service 1 while an NVMe path is open and has a mover, also one that hangs"
-        in text
-    )
+    assert 'kvstore_path_in_service{path="/mnt/b"} 1.0' in text
+    assert 'kvstore_path_in_service{path="/mnt/d"} 0.0' in text, "it hangs: nothing is asked of it"
+    assert 'kvstore_path_hangs{path="/mnt/d"} 1.0' in text
