@@ -139,6 +139,7 @@ class MoverPath:
                 read_operations_per_s=bounds.read_operations_per_s,
                 write_operations_per_s=bounds.write_operations_per_s,
                 slabs_bytes=self.space.slabs_bytes,
+                ahead_ms=self._owner.ahead_ms,
             ),
             lock_fd=self.opened.directory.lock_fd,
         )

@@ -58,7 +58,7 @@ class Owner:
         self._settlers: list[Callable[[], None]] = []
         self._settling = False
         self._active = asyncio.Event()
-        self._ahead_ms = 0  # of the steady clock
+        self.ahead_ms = 0  # of the steady clock
 
     def now_ms(self) -> int:
         """Wall-clock milliseconds that never go back nor stop: keys of recency are kept on disk across boots.
@@ -66,8 +66,8 @@ class Owner:
         Where the clock is set back they go on from where they were, at the pace of the steady clock.
         """
         steady_ms = time.monotonic_ns() // 1_000_000
-        self._ahead_ms = max(self._ahead_ms, time.time_ns() // 1_000_000 - steady_ms)
-        return steady_ms + self._ahead_ms
+        self.ahead_ms = max(self.ahead_ms, time.time_ns() // 1_000_000 - steady_ms)
+        return steady_ms + self.ahead_ms
 
     def continue_after(self, newest_ms: int) -> None:
         """An earlier life used or cleared blocks until then: if the clock was set back since, time goes on behind that.
@@ -78,7 +78,7 @@ class Owner:
         if newest_ms <= self.now_ms():
             return
         _LOG.warning("the clock was set back: time goes on where it was", ms=newest_ms)
-        self._ahead_ms = newest_ms + _WRITTEN_LATER_MS - time.monotonic_ns() // 1_000_000
+        self.ahead_ms = newest_ms + _WRITTEN_LATER_MS - time.monotonic_ns() // 1_000_000
         self.store.tick(self.now_ms())
 
     # ------------------------------------------------------------ sessions

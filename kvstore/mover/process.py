@@ -97,6 +97,7 @@ class Mover:
             self._dram,
             direct=config.direct,
             disk=disk,
+            clock_ms=functools.partial(_daemon_ms, config.ahead_ms),
             carry=plan.carry,
             shares=plan.shares,
             piece_bytes=PIECE_BYTES if limits else plan.piece_bytes,  # which waits as a whole
@@ -387,6 +388,12 @@ class Mover:
                 self._ended = True
                 return
             self._outbox.popleft()
+
+
+def _daemon_ms(ahead_ms: int) -> int:
+    """The daemon's time (`Owner.now_ms`), to which that of a trailer is compared; the clock may have been set back."""
+    wall_ms, steady_ms = time.time_ns() // 1_000_000, time.monotonic_ns() // 1_000_000
+    return max(wall_ms, steady_ms + ahead_ms)
 
 
 def _throttle(config: wire.Config) -> NvmeThrottle:

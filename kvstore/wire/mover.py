@@ -106,6 +106,8 @@ class Config:
     """Added to the niceness of the daemon."""
     slabs_bytes: int = 0
     """Most that slabs may take on the disk, as `tiers.nvme.capacity` counts; 0: no bound."""
+    ahead_ms: int = 0
+    """By so much at least the daemon's time, and so that of trailers, is ahead of the steady clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,7 @@ class Rig:
             settle_soon=lambda: None,
             counters=SimpleNamespace(add=lambda *_: None),
             recorder=NoRecorder(),
+            ahead_ms=0,
         )
         info = SimpleNamespace(extent=10, nbytes=4096)
         memory: Any = SimpleNamespace(extents=lambda tier: [(info, 0)] if tier is Tier.DRAM else [])
