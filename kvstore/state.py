@@ -20,6 +20,7 @@ from kvstore.layout import (
     MOVER_BIT,
     NONE,
     Columns,
+    ExtentState,
     SessionState,
     SlotState,
     Tier,
@@ -313,6 +314,11 @@ class StoreState:
             if key == (session.hbm_key if tier is Tier.HBM else session.dram_key)
             and self.sessions.state(session.id) is SessionState.ATTACHED
         )
+
+    def unassigned_slots(self, key: ClassKey) -> int:
+        """Slots of DRAM that this class would get of extents that no class has yet."""
+        extents = self.extents.of(Tier.DRAM, 0, ExtentState.UNASSIGNED)
+        return sum(int(self.columns.extent_bytes[extent]) for extent in extents) // key.slot_bytes
 
     # -- waiting
 

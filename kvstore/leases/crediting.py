@@ -7,6 +7,7 @@ same class, and leases that wait for a slot are told in the order in which they 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.layout import SlotState, Tier
 from kvstore.leases.sessions import Session
@@ -49,11 +50,19 @@ class Crediting:
         if wanted <= 0 or key is None:
             return NO_SLOTS
         asks = self._state.quotas.asks(session.namespace)
-        owner = self._evictor.make_room(tier, key, wanted, asks)
+        if tier is Tier.DRAM and self._state.early.unused(key.slot_bytes):
+            owner = self._evictor.make_room_among(key, wanted, self._not_early, asks=asks)
+        else:
+            owner = self._evictor.make_room(tier, key, wanted, asks)
         share = -(-len(owner.free) // max(1, self._state.drawing_on(tier, key)))
         slots = self._state.pool(tier).allocate(owner, min(wanted, share), session.holder)
         session.held_bound += len(slots)
         return slots
+
+    def _not_early(self, rows: U32) -> NDArray[np.bool_]:
+        """[n] whether each was not read ahead of a request that has not asked yet: room for what may be written some
+        day is not worth a second read of it. Those are a bounded part of DRAM."""
+        return ~self._state.early.awaited(self._state.columns.dram[rows])
 
     def wake(self) -> None:
         """Tells leases that wait for a slot, where slots of their class came free or could be freed."""

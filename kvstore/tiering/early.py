@@ -11,6 +11,7 @@ from collections import Counter
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.moves import U8, U32
 from kvstore.tables.slots import SlotPool
@@ -48,6 +49,11 @@ class EarlyReads:
     def unused(self, slot_bytes: int) -> int:
         """Slots of a size whose blocks are on their way, or here, and were not asked for."""
         return self._unused[slot_bytes]
+
+    def awaited(self, slots: U32) -> NDArray[np.bool_]:
+        """[n] whether each was read ahead, or is to be, and was not asked for."""
+        found: NDArray[np.bool_] = self._mark[slots] != 0
+        return found
 
     def begin(self, slots: U32, wish: Wish) -> None:
         """These are to be read ahead."""

@@ -16,7 +16,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.layout import GENERATION_SHIFT, NONE, ExtentState, SessionState, Tier
+from kvstore.layout import GENERATION_SHIFT, NONE, SessionState
 from kvstore.leases.sessions import Session
 from kvstore.moves import U32, U64, Grant, Outcome
 from kvstore.recorder import Event
@@ -259,9 +259,7 @@ class Prefetching:
     def _allowed(self, key: ClassKey) -> int:
         """Blocks more that may be under way or unused, by the size of DRAM and by what waits for the movers."""
         state = self._state
-        slots = state.dram.class_of(key).slots
-        unassigned = state.extents.of(Tier.DRAM, 0, ExtentState.UNASSIGNED)
-        slots += sum(int(state.columns.extent_bytes[extent]) for extent in unassigned) // key.slot_bytes
+        slots = state.dram.class_of(key).slots + state.unassigned_slots(key)
         window = int(slots * state.limits.prefetch_share) - state.early.unused(key.slot_bytes)
         ahead = max(_AHEAD_BLOCKS, _AHEAD_BYTES // key.slot_bytes) * state.limits.paths
         return min(

@@ -274,6 +274,22 @@ def test_an_acquire_goes_on_where_prefetch_has_filled_dram() -> None:
     rig.check()
 
 
+def test_room_for_what_will_be_written_spares_what_was_read_ahead() -> None:
+    """A session has up to a quarter of its HBM's pages of room in hand: in a small DRAM that pushed out what had just
+    been read for requests that were about to ask, and it was read again."""
+    rig = small(dram=8)
+    one = rig.attach()
+    on_disk(rig, one, chain(4))
+    in_dram(rig, one, chain(4, seed=1))
+    prefetch(rig, one, chain(4), lease=1)
+    assert reads(rig) == chain(4).tolist()
+    assert len(rig.room(one, 8).dram_slots) == 4
+    assert (kept(rig, one, chain(4)), kept(rig, one, chain(4, seed=1))) == (4, 0)
+    assert rig.outcomes(one, chain(4)) == [DRAM] * 4
+    assert rig.counter("prefetch_wasted_bytes") == 0
+    rig.check()
+
+
 def test_requests_of_another_slot_size_do_not_wait_for_room_of_this_one() -> None:
     rig = small(dram=0, share=1.0)
     rig.store.add_extent(tier=Tier.HBM, device=0, nbytes=8 * 2 * PAGE, slot_bytes=2 * PAGE)
