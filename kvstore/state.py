@@ -37,6 +37,7 @@ from kvstore.tiering.early import EarlyReads
 from kvstore.tiering.queued import Queued
 from kvstore.trust.copied import PrivateCopies
 from kvstore.trust.sampling import Sample
+from kvstore.trust.suspects import Suspects
 from kvstore.victims.ghosts import Ghosts
 from kvstore.victims.quotas import Quotas
 from kvstore.victims.ranking import Rankings
@@ -98,6 +99,7 @@ class StoreState:
         "sealed_in_dram",
         "sessions",
         "spoiled",
+        "suspects",
         "table",
         "unmade",
         "uses",
@@ -146,6 +148,7 @@ class StoreState:
         """When a path may be asked for another slab."""
         self.unmade: NDArray[np.bool_] = np.zeros(columns.shape.max_extents, dtype=np.bool_)
         """NVMe extents whose slab could not be made; they drain."""
+        self.suspects = Suspects()
         self.spoiled = np.uint64(0)
         """Sessions that hold a block that was found wrong, by their bits: kvstore.trust.distrusting."""
         self.count_spoiled()

@@ -74,6 +74,7 @@ class Attaching:
         found = state.sessions.get(session)
         self.revoke(found)
         freed = state.let_go_all(found)
+        state.suspects.forget(session)
         state.recorder.note(Event.DEAD, session, freed)
         state.fault("dead.freed")
         state.sessions.set_state(session, SessionState.FREE)

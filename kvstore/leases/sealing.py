@@ -48,6 +48,8 @@ class Sealing:
         kept[good] = self._state.uses.may_write(session.use, seals["namespace"][good])
         if self._state.spoiled & session.holder:  # what it computes now may be computed from a wrong block
             kept &= ~pool.filling(np.where(good, slots, NONE))
+        if session.device is None:  # nor what it computes behind one that it has let go of
+            kept &= ~self._state.suspects.behind(session.id, seals)
         at = np.flatnonzero(kept)
         at, repeated = self._first_of_each_slot(at, slots)
         if len(at):

@@ -148,6 +148,8 @@ class Watching:
         """
         state = self._state
         below = descendants(state.table, rows)
+        external = [session.id for session in state.sessions if session.device is None]
+        state.suspects.add(external, state.columns.hash[np.concatenate((rows, below))])
         if tiers != _EVERYWHERE:
             stays = state.nvme.sealed(state.columns.nvme[rows]) & ~busy_rows(state, rows)
             if stays.any():

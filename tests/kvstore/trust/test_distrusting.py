@@ -259,3 +259,30 @@ def test_a_restart_while_a_mover_is_at_work_on_a_wrong_block_takes_nothing_from_
     rig.check()
     dram_tier = rig.tier(Tier.DRAM)
     assert dram_tier.free_slots == dram_tier.slots
+
+
+def test_an_engine_that_copied_a_wrong_block_away_publishes_nothing_behind_it(rig: Watched) -> None:
+    """One with memory of its own lets go of a block once it has it: its slots did not say what it computes with."""
+    hashes = chain(4)
+    rig.write_through(rig.session, hashes[:1])
+    rig.answer(rig.moves(MoveKind.WRITE), RIGHT)
+    rig.evict_hbm()
+    engine = rig.attach(device=None)
+    rig.step(engine, dram=rig.acquire(engine, hashes[:1]).dram_slots)
+    found_wrong(rig)
+
+    def sealed(session: int, blocks: NDArray[np.uint64], first: int) -> list[int]:
+        room = rig.room(session, len(blocks) - first)
+        records = rig.seals(session, blocks, room.dram_slots, room.dram_generations, first=first)
+        records["parent"][0] = blocks[first - 1] if first else 0
+        outcomes = rig.step(session, seals=records)
+        rig.step(session, dram=room.dram_slots)
+        rig.check()
+        return outcomes
+
+    assert sealed(engine, hashes[:3], 1) == [DUPLICATE] * 2
+    assert sealed(engine, hashes, 3) == [DUPLICATE], "its parent was not published"
+    assert sealed(engine, chain(2, seed=8), 0) == [PUBLISHED] * 2
+    assert sealed(engine, hashes[:1], 0) in ([PUBLISHED], [DUPLICATE])
+    rig.store.dead(engine, rig.now_ms)
+    assert sealed(rig.attach(device=None), hashes, 1) == [PUBLISHED] * 3
