@@ -58,6 +58,7 @@ class _Planned:
     hashes: _Hashes  # [cached]
     asked_at: float
     disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
+    trial: bool  # it waits for a moment, to see how fast a disk is
     both: BothEnds | None = None
     overtaken_blocks: int = 0
 
@@ -125,7 +126,9 @@ class LoadPlans:
             on_disk * self._session.hbm.slot_bytes + self._choice.queued_bytes() if loads and on_disk else 0
         )
         known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
-        planned = self._planned[lease] = _Planned(plan, known, prompt[: len(known)], self._clock(), nbytes)
+        planned = self._planned[lease] = _Planned(
+            plan, known, prompt[: len(known)], self._clock(), nbytes, bool(trial_s)
+        )
         if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
             planned.asked_at, planned.disk_bytes, planned.tiers = (
                 previous.asked_at,
@@ -140,12 +143,17 @@ class LoadPlans:
         return Ask(len(prompt), private=True)
 
     def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
-        """How fast a disk was that a request has waited for: where not all came in time, at the rate of what did."""
+        """How fast a disk was that a request has waited for: where not all came in time, at the rate of what did.
+
+        A trial may be shorter than the first call of a disk: where nothing came it says nothing.
+        """
         if not planned.disk_bytes:
             return
         length = min(len(found), len(planned.tiers))
         wanted = planned.tiers[:length] == Tier.NVME
         came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
+        if planned.trial and not came:
+            return
         share = max(came, 0.5) / max(int(np.count_nonzero(wanted)), 1)
         self._choice.loaded(Tier.NVME, planned.disk_bytes, (self._clock() - planned.asked_at) / share)
 
