@@ -121,7 +121,7 @@ class Vllm:
         self._write(said)
         answer = self._read(_ANSWER_S)
         if "error" in answer:
-            raise AssertionError(f"{answer['error']}; {self._tail()}")
+            raise AssertionError(f"{answer['error']}; {self.tail()}")
         return answer["value"]
 
     def _write(self, said: dict[str, Any]) -> None:
@@ -136,11 +136,12 @@ class Vllm:
         line = self.process.stdout.readline()
         if not line:
             raise AssertionError(
-                f"vLLM has ended after {timeout_s - (until - time.monotonic()):.0f} s; {self._tail()}"
+                f"vLLM has ended after {timeout_s - (until - time.monotonic()):.0f} s; {self.tail()}"
             )
         return json.loads(line)
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The end of its log, in one line."""
         return " | ".join(self.log.read_text(errors="replace").splitlines()[-20:])
 
 

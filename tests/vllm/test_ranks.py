@@ -10,6 +10,7 @@ from tests.vllm.processes import Vllm, service_config
 from tests.vllm.tiny_llama import VOCABULARY, write_tiny_llama
 
 BLOCK = 32
+ATTACH_S = 90.0  # three processes that start at once
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -32,7 +33,7 @@ def test_two_ranks_store_and_load_their_halves_of_each_block(place: Path) -> Non
     known, new = prompt(1, 10 * BLOCK + 5), prompt(2, 3 * BLOCK + 1)
     with started(config) as service:
         with Vllm(place / "one.log", connector=connector, **options) as vllm:
-            assert vllm.call("attached")
+            assert vllm.call("attached", ATTACH_S), vllm.tail()
             (session,) = service.stats().sessions  # one makes the calls; ranks map what it is given
             assert session.members == 3
             cold, local = vllm.generate(known)[0], vllm.generate(known)[0]
@@ -44,11 +45,11 @@ def test_two_ranks_store_and_load_their_halves_of_each_block(place: Path) -> Non
             assert vllm.call("stats")["loaded_blocks"] == 10
             service.kill_daemon()
             vllm.reset()
-            assert vllm.call("attached")
+            assert vllm.call("attached", ATTACH_S), vllm.tail()
             again = vllm.generate(known)[0]
             assert (again.cached, again.said) == (10 * BLOCK, local.said)
         with Vllm(place / "two.log", connector={**connector, "cache": "read"}, **options) as vllm:
-            assert vllm.call("attached")
+            assert vllm.call("attached", ATTACH_S), vllm.tail()
             other = vllm.generate(known)[0]
             assert (other.cached, other.said) == (10 * BLOCK, local.said)
             assert vllm.generate(new)[0].cached == 0
