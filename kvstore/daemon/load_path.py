@@ -18,6 +18,7 @@ from kvstore.daemon.owner import Owner
 from kvstore.errors import KvstoreError, ResourceExhausted
 from kvstore.tables.prebuilt import open_prebuilt
 from kvstore.tiering.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab, RowCopy
+from tiers.nvme.cleared import hash_of
 from tiers.nvme.recover import Found
 from tiers.nvme.slab import SlabFile
 
@@ -53,7 +54,10 @@ async def load_path(
             f"{len(slabs)} slabs"
         )
     for digest in cleared:
-        load.clear(owner.store.intern_namespace(digest) if digest else None)
+        if (block := hash_of(digest)) is not None:
+            load.leave_out_block(block)
+        else:
+            load.clear(owner.store.intern_namespace(digest) if digest else None)
     try:
         for file in slabs:
             if file.number in load.extents:

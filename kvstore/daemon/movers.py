@@ -32,7 +32,7 @@ from kvstore.moves import ExtentInfo
 from kvstore.recorder import Event
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tiers.nvme.capacity import slab_file_bytes
-from tiers.nvme.cleared import note_cleared
+from tiers.nvme.cleared import block_key, note_cleared
 from tiers.nvme.recover import Found
 from tiers.nvme.slab import SlabFile
 
@@ -92,10 +92,12 @@ class Movers:
         self._cleared: dict[bytes, int] = {}
         """What was cleared in this life, for paths that come into service later."""
         self._noting = asyncio.Lock()
+        self._telling: asyncio.Task[None] | None = None
         self.slabs = SlabTable(tables.columns, {} if tables.fresh else inherited)
         self.serving = False
         """Whether the daemon is ready: from then on a path that cannot be used is a warning, never the end."""
         owner.on_settle(self.pump)
+        owner.on_settle(self._note_wrong)
         memory.listen(self._extent_added, self._extent_dropped)
 
     async def run_path(self, number: int, path: NvmePath, start: PathStart) -> None:
@@ -334,6 +336,23 @@ class Movers:
                     f"cleared, but {away[0]} is not in service: blocks may come back if the service ends before it is"
                 )
             await asyncio.sleep(_RETRY_S)
+
+    def _note_wrong(self) -> None:
+        """Blocks were taken back because they are wrong: their trailers say otherwise, where an index is lost."""
+        taken = self._owner.store.watching.take_taken_back()
+        if taken:
+            now_ms = self._owner.now_ms()
+            news = {block_key(block): now_ms for block in taken}
+            self._cleared.update(news)
+            self._telling = asyncio.get_running_loop().create_task(self._tell_all(news))
+
+    async def _tell_all(self, news: Mapping[bytes, int]) -> None:
+        for found in tuple(self._found.values()):
+            async with self._noting:
+                try:
+                    await self._note(found, news)
+                except KvstoreError as error:
+                    _LOG.warning("wrong blocks not noted", error=error)
 
     async def _note_earlier(self, found: FoundPath) -> None:
         """A path that has just been opened learns what was cleared before; returns with nothing left to tell."""

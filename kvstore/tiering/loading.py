@@ -61,7 +61,7 @@ class RowCopy:
 class Loading:
     """One path's blocks on their way into the store. Owner loop only, `copies` apart."""
 
-    __slots__ = ("_cleared", "_extents", "_path", "_state", "loaded", "plan")
+    __slots__ = ("_cleared", "_extents", "_wrong", "_path", "_state", "loaded", "plan")
 
     def __init__(self, state: StoreState, path: int, slabs: Sequence[LoadSlab], blocks: int) -> None:
         """Puts extents and rows aside: fewer than slabs and blocks where the tables have no more; the plan says so."""
@@ -69,6 +69,7 @@ class Loading:
         self._path = path
         self._extents: list[tuple[ExtentId, SlabSlots]] = []
         self._cleared: set[int | None] = set()
+        self._wrong: set[int] = set()  # first words of hashes
         self.loaded = 0
         """Blocks entered so far."""
         first = 0
@@ -114,6 +115,10 @@ class Loading:
     def clear(self, namespace: int | None) -> None:
         """What a namespace (None: every one) has is not to be entered any more: all of it was there before."""
         self._cleared.add(namespace)
+
+    def leave_out_block(self, block: bytes) -> None:
+        """A block (its hash) that was found wrong is not to be entered."""
+        self._wrong.add(int.from_bytes(block[:8], "little"))
 
     # ------------------------------------------------------------ memory to memory
 
@@ -205,7 +210,7 @@ class Loading:
         rows, words = rows[at], words[at]
         slots = (at + (slab.base + first)).astype(np.uint32)
         good = columns.nvme[rows] == slots
-        if self._cleared:
+        if self._cleared or self._wrong:
             gone = good & self._is_cleared(rows)
             state.table.index.remove(columns.hash[rows[gone]], rows[gone])
             self._leave_out(rows[gone])
@@ -230,6 +235,8 @@ class Loading:
         gone = np.full(len(rows), None in self._cleared, dtype=np.bool_)
         for namespace in self._cleared - {None}:
             gone |= columns.namespace[rows] == namespace
+        if self._wrong:
+            gone |= np.isin(columns.hash[rows, 0], np.fromiter(self._wrong, dtype=np.uint64))
         return gone
 
     def _leave_out(self, rows: U32) -> None:

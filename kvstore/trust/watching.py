@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.layout import GENERATION_SHIFT, Tier
+from kvstore.layout import GENERATION_SHIFT, NONE, Tier
 from kvstore.moves import U8, U32, U64, MoveKind, MoveStatus
 from kvstore.recorder import Event, Recorder
 from kvstore.state import StoreState
@@ -41,7 +41,16 @@ class WrongBlock:
 class Watching:
     """Checks of blocks in DRAM, and what is done about wrong ones."""
 
-    __slots__ = ("_checking", "_condemned", "_flights", "_generations", "_state", "_sums", "_wrong")
+    __slots__ = (
+        "_checking",
+        "_condemned",
+        "_flights",
+        "_generations",
+        "_state",
+        "_sums",
+        "_taken_back",
+        "_wrong",
+    )
 
     def __init__(self, state: StoreState, flights: Flights) -> None:
         self._state = state
@@ -55,6 +64,7 @@ class Watching:
         self._condemned: list[tuple[U32, U64, U64]] = []
         """Rows that were CLEARED and have copies still, their words since, and before."""
         self._wrong: list[WrongBlock] = []
+        self._taken_back: list[bytes] = []
         state.counters["wrong_blocks"] += 0
         state.counters["canary_blocks"] += 0
 
@@ -66,6 +76,11 @@ class Watching:
         """Wrong blocks that were found since the last call."""
         wrong, self._wrong = self._wrong, []
         return wrong
+
+    def take_taken_back(self) -> list[bytes]:
+        """Hashes of blocks that disks had and nobody is to find again, since the last call: their trailers stay."""
+        taken, self._taken_back = self._taken_back, []
+        return taken
 
     # -- checks
 
@@ -157,6 +172,8 @@ class Watching:
             rows = rows[~stays]
         gone = np.concatenate((rows, below))
         before = state.words(gone)
+        on_disk = gone[state.columns.nvme[gone] != NONE]
+        self._taken_back += [block.tobytes() for block in state.columns.hash[on_disk]]
         state.table.clear(gone)
         state.counters["distrusted_blocks"] += len(gone)
         for load in state.loads:  # it may be about to enter more of what was computed from them

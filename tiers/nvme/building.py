@@ -81,7 +81,7 @@ class Pick:
         """Those of a chunk that count."""
         found = self.known(chunk)
         if self.cleared:
-            found = _those(found, ~is_cleared(found.digests, found.touches, self.cleared))
+            found = _those(found, ~is_cleared(found.digests, found.hashes, found.touches, self.cleared))
         for digest in self.refused:
             found = _those(found, (found.digests != digest).any(axis=1))
         if self.damaged:

@@ -15,7 +15,14 @@ from kvstore.layout import touch_key
 from kvstore.units import MIB
 from tests.tiers.harness import NVME, SLABS, SLOT_BYTES, Harness
 from tiers.nvme.capacity import SMALL_FILES_BYTES
-from tiers.nvme.cleared import EVERY_NAMESPACE, MAX_CLEARED, note_cleared, read_cleared, without_cleared
+from tiers.nvme.cleared import (
+    EVERY_NAMESPACE,
+    MAX_CLEARED,
+    block_key,
+    note_cleared,
+    read_cleared,
+    without_cleared,
+)
 from tiers.nvme.index import RECORD, SLOT_REF, DurableIndex
 from tiers.nvme.io import NvmeTier
 from tiers.nvme.recover import recover
@@ -98,3 +105,17 @@ def test_the_file_stays_small(tmp_path: Path) -> None:
     )
     assert kept[b"\xff" * 16] == 99_999
     assert (tmp_path / "cleared").stat().st_size < SMALL_FILES_BYTES / 4
+
+
+def test_a_single_block_that_was_wrong_is_passed_over_until_it_is_written_again(tmp_path: Path) -> None:
+    """Its trailer outlived it, with a checksum that is right: a lost index brought it back."""
+    wrong, right = record(ONE, 100), record(ONE, 100)
+    wrong["hash"], right["hash"] = (1, 2), (1, 3)
+    note_cleared(tmp_path, {block_key(digest((1, 2))): 100, digest(OTHER): 50})
+    note_cleared(tmp_path, {block_key(digest((4, 4))): 70})
+    cleared = read_cleared(tmp_path)
+    assert cleared == {block_key(digest((1, 2))): 100, digest(OTHER): 50, block_key(digest((4, 4))): 70}
+    again = wrong.copy()
+    again["touch"] = touch_key(101, again["depth"])
+    for records, left in ((wrong, 0), (right, 1), (again, 1)):
+        assert len(without_cleared(records, cleared)) == left
