@@ -30,6 +30,8 @@ class Ghosts:
 
     def add(self, names: NDArray[np.uint64]) -> None:
         """The newest, in this order; distinct."""
+        if not len(names):
+            return
         places = self._names.find(names)
         new = places == NOWHERE
         if new.any():
@@ -39,6 +41,8 @@ class Ghosts:
 
     def known(self, names: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """[n] whether each is a ghost."""
+        if not len(self._order):
+            return np.zeros(len(names), dtype=np.bool_)
         places = self._names.find(names)
         found: NDArray[np.bool_] = places != NOWHERE
         found[found] = self._order.has(places[found].astype(np.uint32))
@@ -46,7 +50,8 @@ class Ghosts:
 
     def discard(self, names: NDArray[np.uint64]) -> None:
         """These, all known, are ghosts no more."""
-        self._order.remove(self._names.find(names).astype(np.uint32))
+        if len(names):
+            self._order.remove(self._names.find(names).astype(np.uint32))
 
     def trim(self, most: int) -> None:
         """The oldest go until there are at most so many."""

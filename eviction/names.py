@@ -41,10 +41,13 @@ class Names:
 
     def find(self, names: NDArray[np.uint64]) -> I64:
         """[n] the place of each name, NOWHERE where it is not known."""
-        buckets = (names & self._mask).astype(np.int64)
-        same = (self._buckets[buckets] == (names + _ONE)[:, None]).reshape(-1).nonzero()[0]
+        n, buckets = len(names), (names & self._mask).astype(np.int64)
+        same = (self._buckets.take(buckets, axis=0) == (names + _ONE)[:, None]).reshape(-1).nonzero()[0]
+        if len(same) == n:
+            places: I64 = buckets * _WAYS + same % _WAYS
+            return places
         known = same // _WAYS
-        found = np.full(len(names), NOWHERE)
+        found = np.full(n, NOWHERE)
         found[known] = buckets[known] * _WAYS + same % _WAYS
         return found
 
@@ -57,7 +60,7 @@ class Names:
         ordered = np.sort(buckets)
         if (ordered[1:] == ordered[:-1]).any():
             return self._put_by_turns(names, buckets, ages)
-        places: I64 = buckets * _WAYS + ages.reshape(-1, _WAYS)[buckets].argmin(axis=1)
+        places: I64 = buckets * _WAYS + ages.reshape(-1, _WAYS).take(buckets, axis=0).argmin(axis=1)
         self._buckets.reshape(-1)[places] = names + _ONE
         return places
 

@@ -66,6 +66,8 @@ class Order:
     def append(self, rows: Rows) -> None:
         """These are the last now, in this order; distinct."""
         last, n = self._last, len(rows)
+        if not n:
+            return
         stop = last.end + n
         if stop > len(last.rows):
             self._append_parts(rows)
@@ -78,6 +80,8 @@ class Order:
 
     def remove(self, rows: Rows) -> None:
         """Distinct; what is not in the order is passed over."""
+        if not len(rows):
+            return
         self._count -= int(np.count_nonzero(self._place[rows]))
         self._place[rows] = 0
 

@@ -36,6 +36,7 @@ _FEWEST_ROWS = 1 << 16
 _BATCH_SHARE = (
     4  # of a shadow's blocks are used together: requests in a batch are one use, which costs some order
 )
+_SAMPLED_AT_ONCE = 1 << 12  # blocks: a quarter of a large cache would make one use late
 _HALF_LIFE_BLOCKS = 8192.0
 _REFERENCE = "lru"
 
@@ -78,7 +79,10 @@ class Shadows:
         self._names: list[NDArray[np.uint64]] = []
         self._depths: list[NDArray[np.uint32]] = []
         self._ends: list[tuple[NDArray[np.uint32], Stop]] = []
-        self._batch = self._batch_gain = 0
+        self._sampled: list[
+            tuple[NDArray[np.uint32], NDArray[np.uint32]]
+        ] = []  # rows and depths, the last use first
+        self._batch = self._batch_gain = self._unsampled_blocks = 0
         self._batch_blocks = max((self._blocks << halvings) // _BATCH_SHARE, 1)
         self.begin_anew()
 
@@ -98,7 +102,10 @@ class Shadows:
         self._depths.append(use.depths)
         self._batch += len(use.names)
         self._batch_gain += gain
+        self._unsampled_blocks += len(use.names)
         if self._batch < self._batch_blocks:
+            if self._unsampled_blocks >= _SAMPLED_AT_ONCE:
+                self._sample()
             return False
         self._flush(use)
         return True
@@ -122,11 +129,17 @@ class Shadows:
     def _row_of(self, mixed: NDArray[np.uint64]) -> NDArray[np.uint32]:
         return ((mixed >> self._shift) & np.uint64(self._size - 1)).astype(np.uint32)
 
+    def _sample(self) -> None:
+        """What has come since the last time, less what is not in the sample."""
+        mixed = _mixed(np.concatenate(self._names[::-1]))
+        chosen = np.flatnonzero((mixed & self._unsampled) == 0)
+        self._sampled.append((self._row_of(mixed[chosen]), np.concatenate(self._depths[::-1])[chosen]))
+        self._names, self._depths, self._unsampled_blocks = [], [], 0
+
     def _flush(self, use: Use) -> None:
         """What has come since the last time is used at once; the last of each block counts, any before it hits."""
-        mixed = _mixed(np.concatenate(self._names[::-1]))  # the last use first
-        chosen = np.flatnonzero((mixed & self._unsampled) == 0)
-        rows, depths = self._row_of(mixed[chosen]), np.concatenate(self._depths[::-1])[chosen]
+        self._sample()
+        rows, depths = (np.concatenate(columns) for columns in zip(*self._sampled[::-1], strict=True))
         n = len(rows)
         last = np.sort(np.unique(rows, return_index=True)[1])
         rows, depths = rows[last], depths[last]
@@ -151,7 +164,7 @@ class Shadows:
             self.hits[name] = self.hits[name] * fade + hits[name]
             self._squares[name] = self._squares[name] * fade + lead**2
             self._won[name] = max(self._won[name] + lead * self._scale, 0.0)
-        self._names, self._depths, self._ends, self._batch, self._batch_gain = [], [], [], 0, 0
+        self._sampled, self._ends, self._batch, self._batch_gain = [], [], 0, 0
 
 
 def _mixed(names: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Choosing 1,000 victims of 2^20 blocks, for every policy: the bound is 5 ms on one core."""
+"""Choosing 1,000 victims of 2^20 blocks, for every policy: the bound is 5 ms on one core, for the slowest call too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def filled(name: str) -> tuple[Policy, float]:
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_1000_victims_of_a_million(benchmark: BenchmarkFixture, name: str) -> None:
-    """What was evicted in one round is inserted before the next, so the cache stays full."""
+    """What was evicted in one round is inserted before the next, so the cache stays full; so often that logs fill."""
     policy, start_s = filled(name)
     clock = itertools.count(1)
     gone = np.arange(BLOCKS, BLOCKS + VICTIMS, dtype=np.uint32)
@@ -62,6 +62,6 @@ def test_1000_victims_of_a_million(benchmark: BenchmarkFixture, name: str) -> No
         nonlocal gone
         gone = policy.victims(count, now_s)
 
-    benchmark.pedantic(victims, setup=insert, rounds=50, warmup_rounds=2)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(victims, setup=insert, rounds=400, warmup_rounds=2)  # type: ignore[no-untyped-call]
     assert len(gone) == VICTIMS
     assert len(policy) == BLOCKS

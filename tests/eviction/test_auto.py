@@ -41,8 +41,21 @@ def closed(load: Trace, bounds: dict[float, float], look_ahead: int = 0) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_both_halves_of_conversation_by_session(half: int) -> None:
-    """The bounds are the whole trace's, but at 10 %: half of it, with half the requests to learn from."""
-    closed(trace("mooncake_conversation").part(half, 2), {1: 0.17, 5: 0.09, 10: 0.03})
+    """The bounds are the whole trace's, but at 10 %: of half of it a point there is chance, so only LRU is a bound."""
+    closed(trace("mooncake_conversation").part(half, 2), {1: 0.17, 5: 0.09, 10: 0.0})
+
+
+@pytest.mark.slow
+def test_all_of_conversation() -> None:
+    closed(trace("mooncake_conversation"), {1: 0.17, 2: 0.20, 5: 0.09, 10: 0.05, 25: 0.0})
+
+
+@pytest.mark.slow
+def test_few_users_whom_the_shadows_alone_took_for_many() -> None:
+    """Where nearly all fits the hazard policy is a third of a point below LRU; a small sample does not show that."""
+    sessions = trace("claude_code_weka")
+    closed(play(sessions.part(2, 8), 16), {5: 0.0})
+    closed(play(sessions.part(1, 8), 8), {5: 0.0})
 
 
 @pytest.mark.slow
