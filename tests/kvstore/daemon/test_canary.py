@@ -72,7 +72,9 @@ def test_a_bit_that_flips_in_dram_is_found_said_and_served_no_more(service: Serv
         assert health(service, "blocks") == health_pb2.HealthCheckResponse.SERVING
         flipped(one, hashes, 3)
         serve_until_found(service, one, hashes[3:4])
-        assert one.served(hashes) == 4, "the disk's copy is right; what is behind may have been computed from it"
+        assert one.served(hashes) == 4, (
+            "the disk's copy is right; what is behind may have been computed from it"
+        )
         stats = service.stats()
         assert stats.counters["wrong_blocks"] == 1
         assert any("taken back" in warning for warning in stats.warnings)
