@@ -27,7 +27,7 @@ except ImportError:  # up to 1.2 it was one module
         KvCacheConnectorWorker,
     )
 
-from engine_adapter.external.options import ConnectorOptions, read_options
+from engine_adapter.external.options import NOT_OF_TRTLLM, ConnectorOptions, read_options
 from engine_adapter.trtllm_connector.leader import LeaderHalf
 from engine_adapter.trtllm_connector.rank import RankHalf
 from kvstore.errors import ConfigError
@@ -134,7 +134,7 @@ def _options() -> ConnectorOptions:
     if not isinstance(given, dict):
         raise ConfigError(f"{OPTIONS_VARIABLE} is no JSON object: {text}")
     # A lookup that waits for a disk stops the whole engine, so it does not unless told.
-    return read_options({"lookup_patience_s": 0.0, **given})
+    return read_options({"lookup_patience_s": 0.0, **given}, without=NOT_OF_TRTLLM)
 
 
 def _folder_of(model: str, revision: str | None) -> str | None:

@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapter.external.jobs import StepPlan
-from engine_adapter.external.options import read_options
+from engine_adapter.external.options import NOT_OF_VLLM, read_options
 from engine_adapter.external.scheduling import Scheduling
 from engine_adapter.vllm_connector.messages import RankSaid, StepMetadata, StepWorkerMetadata
 from engine_adapter.vllm_connector.pages import attention_groups, require_supported
@@ -46,7 +46,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for options that are wrong. A model that cannot be cached is served without the store."""
         super().__init__(vllm_config, role, kv_cache_config)
-        options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        options = read_options(self._kv_transfer_config.kv_connector_extra_config, without=NOT_OF_VLLM)
         self._half: SchedulerHalf | None = None
         self._rank: RankHalf | None = None
         try:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from engine_adapter.external.options import read_options
+from engine_adapter.external.options import NOT_OF_VLLM, option_types, read_options
 from kvstore.cli.settings import load_settings
 from kvstore.errors import ConfigError
 
@@ -51,7 +51,7 @@ def vllm_args(
 
 def transfer_config(options: Mapping[str, object], *, on_failure: str) -> dict[str, object]:
     """vLLM's `--kv-transfer-config`. Raises ConfigError for options that the connector would refuse."""
-    read_options(options)
+    read_options(options, without=NOT_OF_VLLM)
     return {
         "kv_connector": "KvstoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm",
@@ -62,13 +62,11 @@ def transfer_config(options: Mapping[str, object], *, on_failure: str) -> dict[s
 
 
 def _parsed(text: str) -> tuple[str, object]:
-    """NAME=VALUE; a value that is a number is one."""
+    """NAME=VALUE, of the option's type where it can be."""
     name, sign, value = text.partition("=")
     if not sign:
         raise ConfigError(f"--option {text}: write NAME=VALUE")
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, value
+    try:
+        return name, option_types().get(name, str)(value)
+    except ValueError:
+        return name, value  # which is refused, with its name

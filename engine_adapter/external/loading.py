@@ -60,6 +60,15 @@ class Loading:
             request.load.grant.abandon()
         self._abandoned.append(Starting(request, self._job(request, request.load, None, 0, missing=False)))
 
+    def give_up(self) -> None:
+        """What was cached is not to be read any more: none of these loads comes."""
+        for request in self._waiting.values():
+            assert request.load is not None
+            if request.load.grant is not None:
+                request.load.grant.abandon()
+            self._abandoned.append(Starting(request, self._job(request, request.load, None, 0)))
+        self._waiting.clear()
+
     def changed(self, leases: frozenset[int]) -> None:
         """The store says that what these waited for has come or failed."""
         for request in self._waiting.values():
@@ -74,7 +83,6 @@ class Loading:
             job = self._advance(session, request, request.load)
             if job is not None:
                 del self._waiting[name]
-                request.load.copying = True
                 made.append(Starting(request, job))
         return made
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import cast
 
 from kvstore.cache_use import CacheUse
 from kvstore.errors import ConfigError
 
-__all__ = ["ConnectorOptions", "cache_use", "read_options"]
+__all__ = ["NOT_OF_TRTLLM", "NOT_OF_VLLM", "ConnectorOptions", "cache_use", "option_types", "read_options"]
+
+NOT_OF_VLLM = frozenset({"answer_patience_s"})
+NOT_OF_TRTLLM = frozenset({"layout", "load_patience_s", "return_patience_s"})
+"""Options that would do nothing there, so they are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class ConnectorOptions:
             value = getattr(self, field.name)
             if field.name.endswith("_s") and not 0 <= value < float("inf"):
                 raise ConfigError(f"{field.name} must be a time in seconds, not {value}")
+        for name in ("timeout_s", "breaker_s"):  # with 0 there would never be a daemon
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must be more than 0")
 
 
 def cache_use(value: str) -> CacheUse:
@@ -66,9 +73,16 @@ def cache_use(value: str) -> CacheUse:
         raise ConfigError(f"cache must be one of {names}, not {value!r}") from None
 
 
-def read_options(given: Mapping[str, object]) -> ConnectorOptions:
-    """Raises: ConfigError for an unknown name, or a value of another type."""
-    known = {field.name: type(field.default) for field in fields(ConnectorOptions)}
+def option_types(without: Collection[str] = ()) -> dict[str, type]:
+    """The type of each option by name. `without`: those that mean nothing to an engine."""
+    return {
+        field.name: type(field.default) for field in fields(ConnectorOptions) if field.name not in without
+    }
+
+
+def read_options(given: Mapping[str, object], *, without: Collection[str] = ()) -> ConnectorOptions:
+    """Raises: ConfigError for an unknown name, or one of those `without`, or a value of another type."""
+    known = option_types(without)
     values: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:

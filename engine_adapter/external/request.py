@@ -39,7 +39,6 @@ class PendingLoad:
     until: float
     grant: PendingGrant | None = None  # None: to be asked for
     retry_at: float = 0.0
-    copying: bool = False
 
     def __len__(self) -> int:
         return len(self.pages)

@@ -331,6 +331,7 @@ class Scheduling:
     def reset(self) -> None:
         """Weights have changed, or all that is cached is to be forgotten: nothing from before is read or stored."""
         self._epoch = secrets.token_hex(16)
+        self._loading.give_up()
         for request in self._requests.values():
             request.barred |= request.started
             request.chain = request.namespace = None

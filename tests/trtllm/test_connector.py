@@ -115,7 +115,7 @@ def test_each_method_takes_what_it_is_given(ours: type, methods: dict[str, tuple
 
 
 def test_wrong_options_are_said_at_the_start(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    for text in ("[]", "{", '{"sock": 1}'):
+    for text in ("[]", "{", '{"sock": 1}', '{"load_patience_s": 1}'):
         monkeypatch.setenv(OPTIONS_VARIABLE, text)
         with pytest.raises(ConfigError):
             KvstoreScheduler(arguments(model))

@@ -37,6 +37,8 @@ def test_the_flag_is_what_a_shell_reads(capsys: pytest.CaptureFixture[str]) -> N
         ({"room_blocks": True}, "must be a int"),
         ({"timeout_s": "5"}, "must be a float"),
         ({"breaker_s": float("inf")}, "breaker_s"),
+        ({"breaker_s": 0}, "breaker_s must be more than 0"),
+        ({"answer_patience_s": 1.0}, "unknown option"),
     ],
 )
 def test_what_the_connector_would_refuse_is_refused_here(options: dict[str, object], problem: str) -> None:
@@ -44,7 +46,16 @@ def test_what_the_connector_would_refuse_is_refused_here(options: dict[str, obje
         transfer_config(options, on_failure="recompute")
 
 
-@pytest.mark.parametrize("arguments", [{"on_failure": "retry"}, {"option": ["room_blocks"]}])
+def test_a_text_may_look_like_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tenant called 42 was refused, since every value that is a number was taken for one."""
+    vllm_args(socket="s", option=["tenant=42", "breaker_s=2"], as_json=True)
+    said = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
+    assert said == {"tenant": "42", "breaker_s": 2.0, "socket": "s"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"option": ["room_blocks=many"]}, {"on_failure": "retry"}, {"option": ["room_blocks"]}]
+)
 def test_flags_that_are_wrong(arguments: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         vllm_args(socket="s", **arguments)  # type: ignore[arg-type]

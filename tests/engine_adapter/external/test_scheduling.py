@@ -271,6 +271,33 @@ def test_after_a_reset_nothing_from_before_is_read_or_stored(service: Service, e
     sound(service, one, other)
 
 
+def test_a_load_that_waits_when_all_is_reset_does_not_come(service: Service, engine: Engines) -> None:
+    """What the old weights gave was loaded still; and one that was to be asked for again ended the engine."""
+    one = engine(load_s=30.0, return_s=30.0)
+    prompts = [tokens(93, 3 * BLOCK + 1), tokens(94, 3 * BLOCK + 1)]
+    for number, prompt in enumerate(prompts):
+        one.ask(f"before {number}", prompt)
+    one.forget()
+    pid = service.daemon_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for number, prompt in enumerate(prompts):
+            one.add(str(number), prompt)
+        one.step()
+        again = one.scheduling._requests["1"].load
+        assert again is not None
+        assert again.grant is not None
+        again.grant.abandon()
+        again.grant = None
+        one.scheduling.reset()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    one.run(lambda: {"0", "1"} <= set(one.finished))
+    assert [one.finished[name].cached for name in ("0", "1")] == [0, 0]
+    assert one.scheduling.stats().given_up_blocks == 6
+    sound(service, one)
+
+
 def test_only_confirmed_tokens_are_hashed(service: Service, engine: Engines) -> None:
     """An engine that schedules asynchronously counts tokens as computed before it knows them."""
     one, other = engine(ahead=2 * BLOCK), engine()
