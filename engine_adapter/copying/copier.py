@@ -165,7 +165,7 @@ class TwinCopier:
     ) -> None:
         """`max_blocks`: most blocks of one direction under way; a batch that finds none under way is always taken.
 
-        `load`, `store`: how a block is copied where the engine's layout is not the store's (`block_convert`).
+        `load`, `store`: how a block is copied where the engine's layout is not the store's (`layouts.convert`).
         """
         self._max_blocks = max_blocks
         self._copies = (load, store)  # by Direction

@@ -11,7 +11,7 @@ in allocations of their own. Element type, model and block size are never conver
     a tensor a layer               strided(shape, {…}, layer_offsets=[…])
 
 `plan` finds what lies together in both layouts: the largest contiguous piece, loops of pieces with constant steps, and
-a table of starts for the rest. Who copies (`block_convert`, `block_convert_torch`) knows of nothing else.
+a table of starts for the rest. Who copies (`convert`, `convert_torch`) knows of nothing else.
 """
 
 from __future__ import annotations

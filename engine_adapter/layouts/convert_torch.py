@@ -1,6 +1,6 @@
 """Carries out a `Conversion` between tensors, on whatever device: one copy a start, in the current stream.
 
-Not for the host alone: `block_convert` does the same there without torch. No engine uses it so far: on a GPU vLLM's
+Not for the host alone: `layouts.convert` does the same there without torch. No engine uses it so far: on a GPU vLLM's
 pages are kept as they lie, and this has run between host tensors alone.
 """
 

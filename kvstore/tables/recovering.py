@@ -184,6 +184,6 @@ def _slots(columns: Columns, tier: Tier, inside: NDArray[np.bool_], known: np.ui
     if tier is Tier.NVME:
         columns.nvme_changed[freed] = 1
     pool.state[freed] = (pool.state[freed] & ~_STATE_BITS) + _ONE_GENERATION
-    private &= state != SlotState.DISTRUSTED  # who holds it publishes nothing yet: kvstore.distrusting
+    private &= state != SlotState.DISTRUSTED  # who holds it publishes nothing yet: kvstore.trust.distrusting
     pool.state[private] = (pool.state[private] & ~_STATE_BITS) | np.uint64(SlotState.FILLING)
     pool.row[~linked] = NONE
