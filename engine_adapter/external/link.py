@@ -211,7 +211,7 @@ class StoreLink:
         opened: Namespace | float
         try:
             opened = session.open_namespace({**self._plan.parts(identity), **self._tenant})
-        except (KvstoreError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 (the engine's facts, a request's salt: all others go on)
             self._say("requests of one kind are not cached: %s", error)
             opened = time.monotonic() + _TRY_AGAIN_S
         with self._work:

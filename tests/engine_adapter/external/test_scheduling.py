@@ -251,6 +251,22 @@ def test_salts_and_adapters_are_apart_even_by_the_same_name(service: Service, en
     sound(service, one)
 
 
+def test_a_salt_that_cannot_be_named_is_not_cached_and_others_are(service: Service, engine: Engines) -> None:
+    """A salt that is no Unicode ended the link's thread, and with it the cache of all requests for good."""
+    one = engine(lookup_s=0.2)
+    prompt = tokens(85, 3 * BLOCK + 1)
+    one.ask("cold", prompt)
+    one.forget()
+    assert one.ask("odd salt", prompt, salt="\ud800") == 0
+    one.forget()
+    assert one.ask("odd again", prompt, salt="\ud800") == 0
+    assert one.ask("warm", prompt) == 3 * BLOCK
+    assert one.ask("another salt", prompt, salt="z") == 0
+    one.forget()
+    assert one.ask("warm by its salt", prompt, salt="z") == 3 * BLOCK
+    sound(service, one)
+
+
 def test_after_a_reset_nothing_from_before_is_read_or_stored(service: Service, engine: Engines) -> None:
     one, other = engine(), engine()
     prompt, during = tokens(91, 3 * BLOCK + 1), tokens(92, 3 * BLOCK + 1)
