@@ -53,6 +53,11 @@ _STATE_BITS = np.uint64(0xFF)
 class Load(Protocol):
     """What `kvstore.tiering.loading` has under way for one path."""
 
+    @property
+    def path(self) -> int:
+        """Its number."""
+        ...
+
     def clear(self, namespace: int | None) -> None:
         """What a namespace (None: every one) has is not to be entered any more."""
         ...

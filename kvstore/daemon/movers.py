@@ -259,7 +259,7 @@ class Movers:
                     table=self.slabs,
                     cleared=self._cleared,
                 )
-            await asyncio.to_thread(found.close)
+        # Nothing is awaited between the load and this: blocks would be evicted for want of slots that are here.
         room = place.plan.slabs_bytes - place.crowded_bytes
         room -= sum(slab_file_bytes(slab.nbytes) for slab in slabs)
         try:
@@ -268,6 +268,8 @@ class Movers:
         except ResourceExhausted as error:
             self._owner.warnings[f"extents-{number}"] = f"{place.directory.path} is not used in full: {error}"
         self._owner.settle_soon()
+        if found is not None:
+            await asyncio.to_thread(found.close)
         kept = {slab.number for slab in slabs}
         return [slab for slab in place.slabs if slab.number not in kept]
 

@@ -61,12 +61,12 @@ class RowCopy:
 class Loading:
     """One path's blocks on their way into the store. Owner loop only, `copies` apart."""
 
-    __slots__ = ("_cleared", "_extents", "_wrong", "_path", "_state", "loaded", "plan")
+    __slots__ = ("_cleared", "_extents", "_wrong", "_state", "loaded", "path", "plan")
 
     def __init__(self, state: StoreState, path: int, slabs: Sequence[LoadSlab], blocks: int) -> None:
         """Puts extents and rows aside: fewer than slabs and blocks where the tables have no more; the plan says so."""
         self._state = state
-        self._path = path
+        self.path = path
         self._extents: list[tuple[ExtentId, SlabSlots]] = []
         self._cleared: set[int | None] = set()
         self._wrong: set[int] = set()  # first words of hashes
@@ -92,7 +92,7 @@ class Loading:
     def _add(self, slab: LoadSlab, first: int) -> int:
         """The slab's extent, cut and closed; returns its slots."""
         state, extents = self._state, self._state.extents
-        extent = extents.add(Tier.NVME, self._path, slab.nbytes)
+        extent = extents.add(Tier.NVME, self.path, slab.nbytes)
         cut = None
         try:
             extents.check_class(extent, slab.slot_bytes)

@@ -101,9 +101,15 @@ class Evictor:
         self.keep_rows()
         for tier in Tier:
             for key in list(self._state.pool(tier).classes):
-                # HBM without a session is nobody's to make room in.
-                if tier is not Tier.HBM or self._state.has_session(key):
+                if self._has_reserve(tier, key):
                     self.keep_reserve(tier, key)
+
+    def _has_reserve(self, tier: Tier, key: ClassKey) -> bool:
+        """HBM without a session is nobody's to make room in, and of a path whose blocks are still being entered the
+        extents that come have the room."""
+        if tier is Tier.HBM:
+            return self._state.has_session(key)
+        return tier is Tier.DRAM or all(load.path != key.device for load in self._state.loads)
 
     def keep_reserve(self, tier: Tier, key: ClassKey) -> None:
         """The background's part: some slots of the class are free before anybody asks.

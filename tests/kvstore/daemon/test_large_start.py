@@ -70,6 +70,8 @@ def test_it_serves_before_it_knows_and_then_knows_all(folder: Path) -> None:
         assert service.faults() == [], "in the midst of it"
         assert set(one.acquire(hashes, lease=3).outcomes) == {pb.OUTCOME_HIT_HBM}
         assert wait_for("all blocks", lambda: loaded(service)) == BLOCKS
+        wait_for("the path", service.mover_pids)
+        assert service.tier("nvme").sealed_slots == BLOCKS, "none was evicted for slots that were to come"
         assert early == 0, "it was waited for"
         assert set(one.acquire(hashes, lease=4).outcomes) == {pb.OUTCOME_HIT_HBM}
         assert service.faults() == []
