@@ -128,5 +128,5 @@ bench: $(READY)  ## Microbenchmarks beside the stored baseline
 	$(BIN)/python -m bench.micro
 
 clean:  ## Remove what was made here, the environment too
-	rm -rf $(VENV) $(SGLANG_VENV) kvstore/wire/v1 kvstore/_*.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) kvstore/wire/v1 kvstore/_*.abi3.so build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
