@@ -63,8 +63,6 @@ TEXTS = {
     Trouble.DUPLICATE: "the index has the block twice",
 }
 
-LAST_OF_BLOCKS = Trouble.DUPLICATE
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -56,7 +56,6 @@ Progress = Callable[[int, int], None]
 
 _RUN_BYTES = 4 << 20
 _DAMAGED = 3  # exit code of the child
-_LEFTOVER = ".new"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
