@@ -206,6 +206,9 @@ def test_what_a_flush_acknowledged_outlives_every_kill(tmp_path: Path) -> None:
                 with told_where(f"kill {kill} of {KILLS}, seed {SEED}"):
                     _kill_once(services, writer, rng, everything=kill % EVERYTHING == EVERYTHING - 1)
                     assert services.now.faults() == []
+                    assert services.now.stats().counters.get("evictions_nvme", 0) == 0, (
+                        "the disk is never full"
+                    )
                     within_capacity(services.now.config)
                 if kill % 20 == 19 or kill == KILLS - 1:
                     progress(
