@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import KvstoreError, ResourceExhausted
-from kvstore.layout import NONE, State, Tier, states
+from kvstore.layout import NONE, SlotState, State, Tier, states
 from kvstore.moves import U32, ExtentId
 from kvstore.state import StoreState
 from kvstore.tables.index import look_up
@@ -39,6 +39,7 @@ _ROWS_A_TURN = 1 << 12
 _COPY_BYTES = 1 << 20
 _LEAST_RUN = 16  # rows: shorter runs are left to the blocks of sessions
 _SPARE_ROWS = 64  # one in so many stays free
+_STATE_BITS = np.uint64(0xFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class RowCopy:
 class Loading:
     """One path's blocks on their way into the store. Owner loop only, `copies` apart."""
 
-    __slots__ = ("_cleared", "_extents", "_wrong", "_state", "loaded", "path", "plan")
+    __slots__ = ("_bases", "_cleared", "_extents", "_firsts", "_state", "_wrong", "loaded", "path", "plan")
 
     def __init__(self, state: StoreState, path: int, slabs: Sequence[LoadSlab], blocks: int) -> None:
         """Puts extents and rows aside: fewer than slabs and blocks where the tables have no more; the plan says so."""
@@ -83,6 +84,9 @@ class Loading:
             buckets=state.columns.shape.buckets,
             latest_touch=(state.now_ms << 20) | ((1 << 20) - 1),
         )
+        slots = sorted(self.plan.slabs, key=lambda slab: slab.base)
+        self._bases = np.array([slab.base for slab in slots], dtype=np.int64)
+        self._firsts = np.array([slab.first for slab in slots], dtype=np.int64)
         state.loads.append(self)
 
     def _rows_to_spare(self) -> int:
@@ -150,7 +154,7 @@ class Loading:
             self._merge_index(built, first)
             yield
         for base, size in self._state.table.runs.spans():
-            yield from self._drop_doubles(built, base, size)
+            yield from self._settle_doubles(built, base, size)
         for extent, slots in self._extents:
             for first in range(0, slots.slots, _SLOTS_A_TURN):
                 self._enter(built, slots, first)
@@ -181,8 +185,8 @@ class Loading:
             placed = table.index.insert(columns.hash[rows], rows)
             self._leave_out(rows[~placed])
 
-    def _drop_doubles(self, built: Prebuilt, base: int, size: int) -> Iterator[None]:
-        """Blocks that sessions have stored meanwhile: their rows stay, what was built for them goes.
+    def _settle_doubles(self, built: Prebuilt, base: int, size: int) -> Iterator[None]:
+        """Blocks that sessions have stored meanwhile, or are about to: see `_settle`.
 
         Every entry is in the index by now, so no more of them can come.
         """
@@ -190,15 +194,48 @@ class Loading:
         for at in range(base, base + size, _ROWS_A_TURN):
             end = min(at + _ROWS_A_TURN, base + size)
             if not runs.is_free()[at:end].all():
-                used = np.flatnonzero(states(columns.state[at:end]) != State.FREE) + at
+                used = (np.flatnonzero(states(columns.state[at:end]) != State.FREE) + at).astype(np.uint32)
                 if len(used):
-                    hashes = columns.hash[used]
-                    found = look_up(built.tags, built.entries, columns.hash, hashes)
-                    found = found[(found != NONE) & (found != used)]
-                    found = found[states(columns.state[found]) == State.FREE]
-                    self._state.table.index.remove(columns.hash[found], found)
-                    self._leave_out(found)
+                    found = look_up(built.tags, built.entries, columns.hash, columns.hash[used])
+                    double = (found != NONE) & (found != used)
+                    double[double] = states(columns.state[found[double]]) == State.FREE
+                    if double.any():
+                        self._settle(built, used[double], found[double])
                 yield
+
+    def _settle(self, built: Prebuilt, used: U32, found: U32) -> None:
+        """Of rows of one block the one that a session has stays where it is complete, with the copy that the disk has,
+        as where a block is computed again (`Sealing`); where it is only being filled, it goes.
+
+        Were the disk to forget its copy, what a flush has acknowledged would be in memory alone until it was written
+        once more, and nowhere where its worker died before it was computed.
+        """
+        state, columns = self._state, self._state.columns
+        slots = columns.nvme[found]
+        good = (slots != NONE) & (columns.namespace[used] == columns.namespace[found])
+        good &= ~self._is_cleared(found)
+        stays = good & state.table.sealed(used) & (columns.nvme[used] == NONE)
+        filling = used[good & state.table.filling(used)]
+        for device in range(columns.shape.devices):
+            fills = columns.hbm[device, filling]
+            state.unlink_fills(fills[fills != NONE])
+        gone = good & (states(columns.state[used]) == State.FREE)
+        self._complete(built, used[stays], slots[stays])
+        state.table.index.remove(columns.hash[found[~gone]], found[~gone])
+        self._leave_out(found[~gone])
+
+    def _complete(self, built: Prebuilt, rows: U32, slots: U32) -> None:
+        """Rows that are hits already have a copy on disk, too."""
+        if not len(rows):
+            return
+        state = self._state
+        slab = np.searchsorted(self._bases, slots, side="right") - 1
+        words = built.slot_state[self._firsts[slab] + slots - self._bases[slab]]
+        state.nvme.claim(slots)
+        state.nvme.state[slots] = (words & ~_STATE_BITS) | np.uint64(SlotState.FILLING)
+        state.fault("load.double")
+        state.complete(Tier.NVME, rows, slots, 0)
+        self.loaded += len(rows)
 
     def _enter(self, built: Prebuilt, slab: SlabSlots, first: int) -> None:
         """Some slots of a slab become SEALED together with their rows, whose word is the last write."""

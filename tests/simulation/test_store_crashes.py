@@ -78,7 +78,10 @@ def _story(world: World) -> None:
         lambda: world.kill(client(0)),
         world.tick,
         world.mover_ended,
-        lambda: world.find(client(2), 3),
+        lambda: world.release(client(0), 30),
+        lambda: world.acquire(client(0), 3, 8),
+        lambda: world.seal(client(0), 4),
+        lambda: world.find(client(0), 3),  # of which some are there, and some are being filled
         world.clear,
     ]
     for act in acts:

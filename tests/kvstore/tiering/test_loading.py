@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvstore.layout import NONE, State, Tier, states
-from kvstore.moves import NvmeChanges, Outcome
+from kvstore.moves import MoveKind, NvmeChanges, Outcome
 from kvstore.tables.prebuilt import Blocks, LoadPlan, Prebuilder, SlabSlots, open_prebuilt, prebuilt_bytes
 from kvstore.tiering.loading import FIRST_COLUMNS, LAST_COLUMNS, Loading, LoadSlab
 from tests.kvstore.store_rig import PAGE, Rig, build, chain
 
 SLOTS = 32
 SLAB = LoadSlab(slab=9, nbytes=SLOTS * 2 * PAGE, slot_bytes=PAGE)
-MISS, PROMOTING = Outcome.MISS, Outcome.PROMOTING
+MISS, PENDING, PROMOTING = Outcome.MISS, Outcome.PENDING, Outcome.PROMOTING
 
 
 def found(count: int, *, seed: int = 0, namespace: int = 0, first_slot: int = 0) -> Blocks:
@@ -105,8 +105,10 @@ def test_nothing_is_a_hit_before_its_turn_and_rows_left_over_come_back() -> None
     assert len(rig.store._state.table.runs) == rows - 8
 
 
-def test_what_a_session_stored_meanwhile_stays_its_own() -> None:
-    """The same block would be there twice, and which of the two is found would be chance."""
+def test_what_a_session_stored_meanwhile_stays_its_own_and_keeps_its_copy_on_disk() -> None:
+    """The same block would be there twice, and which of the two is found would be chance. Then the disk was made to
+    forget its copy: what a flush had acknowledged was in memory alone until it was written again.
+    """
     rig, session, namespace = fresh()
     load, built = begun(rig, found(20, namespace=namespace))
     rig.write_through(session, chain(12))
@@ -115,15 +117,37 @@ def test_what_a_session_stored_meanwhile_stays_its_own() -> None:
     rig.fill(session, chain(16))  # after its bucket was taken over, and before the doubles are looked for
     for _ in turns:
         rig.check()
-    assert load.loaded >= 4
+    assert load.loaded == 20
     state = rig.store._state
     at = state.table.locate(chain(20), namespace)
     assert (states(state.columns.state[at]) == State.SEALED).all()
     assert len(np.unique(at)) == 20
+    assert state.columns.nvme[at].tolist() == list(range(20))
+    assert state.nvme.generations(state.columns.nvme[at]).tolist() == list(range(7, 27))
     assert Outcome.MISS not in rig.outcomes(session, chain(20))
-    freed = rig.store.index_changes.take(0, 1000).freed
-    assert len(freed) == 20 - load.loaded, "the index forgets what was not entered"
+    assert len(rig.store.index_changes.take(0, 1000).freed) == 0, "the index forgets nothing"
+    assert (rig.store.take_moves(0, 100)["kind"] == MoveKind.READ).all(), "and nothing is written again"
     rig.check()
+
+
+def test_what_is_being_filled_meanwhile_is_found_where_its_worker_dies() -> None:
+    """The disk was made to forget a block that a worker had begun to compute; it died, and the block was nowhere."""
+    rig, session, namespace = fresh()
+    load, built = begun(rig, found(8, namespace=namespace))
+    filling = rig.acquire(session, chain(3))
+    assert filling.outcomes.tolist() == [MISS] * 3
+    other = rig.attach()
+    assert rig.acquire(other, chain(3), lease=5).outcomes.tolist() == [PENDING] * 3
+    for _ in load.turns(built):  # type: ignore[arg-type]
+        rig.check()
+    assert load.loaded == 8
+    assert [leases for _, leases in rig.store.take_changed()] == [[5]], "who waited asks again"
+    rig.step(session, seals=rig.seals(session, chain(1), filling.hbm_slots[:1], filling.hbm_generations[:1]))
+    rig.check()
+    rig.store.dead(session, rig.now_ms)
+    rig.check()
+    assert len(rig.store.index_changes.take(0, 1000).freed) == 0
+    assert MISS not in rig.outcomes(other, chain(8))
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -142,6 +166,19 @@ def test_a_clear_holds_for_what_is_still_being_found(every: bool) -> None:
         rig.check()
     assert load.loaded == (0 if every else 8)
     assert rig.outcomes(session, chain(8)) == [MISS] * 8
+
+
+def test_what_was_stored_after_a_clear_does_not_bring_the_cleared_copy_back() -> None:
+    rig, session, namespace = fresh()
+    load, built = begun(rig, found(8, namespace=namespace))
+    rig.store.clear(namespace)
+    rig.write_through(session, chain(8))
+    for _ in load.turns(built):  # type: ignore[arg-type]
+        rig.check()
+    assert load.loaded == 0
+    at = rig.store._state.table.locate(chain(8), namespace)
+    assert (rig.store._state.columns.nvme[at] == NONE).all()
+    assert len(rig.store.index_changes.take(0, 1000).freed) == 8
 
 
 def test_more_blocks_than_rows_leave_rows_for_sessions() -> None:
