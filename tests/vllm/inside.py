@@ -115,9 +115,10 @@ def abort_during_load(driver: Driver, tokens: list[int]) -> dict[str, Any]:
     until, loading = time.monotonic() + 20, False
     while time.monotonic() < until and not loading:
         engine.step()
+        half = scheduling(driver)
         loading = any(
-            request.load is not None and request.load.copying
-            for request in scheduling(driver)._requests.values()
+            request.load is not None and name not in half._loading._waiting
+            for name, request in half._requests.items()
         )
     engine.abort_request(["aborted"], internal=False)
     held = driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < free
@@ -160,8 +161,8 @@ class _Preempting:
             time.sleep(0.002)
 
 
-def hold_copies(driver: Driver, direction: str, seconds: float) -> None:
-    """The next copy of one direction ("LOAD" or "STORE") that begins while something runs waits for a preemption."""
+def hold_copies(driver: Driver, direction: str, seconds: float, running: int) -> None:
+    """The next copy of one direction ("LOAD" or "STORE") that begins while so many run waits for a preemption."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from engine_adapter.copying.copier import Direction
@@ -170,12 +171,31 @@ def hold_copies(driver: Driver, direction: str, seconds: float) -> None:
     plain = copier._copies
 
     def copy(*arguments: int) -> None:
-        if driver.core.scheduler.running:
+        if len(driver.core.scheduler.running) >= running:
             copier._copies = plain
             driver.preempting.await_one(f"{direction.lower()}s", seconds)
         plain[way](*arguments)
 
     copier._copies = tuple(copy if at == way else one for at, one in enumerate(plain))
+
+
+def delay_last(driver: Driver, number: int) -> None:
+    """Of the next so many requests the last one is looked up once all others run, so that its load begins then.
+
+    All would be loaded before any of them runs, else, and none while something can be preempted.
+    """
+    scheduler, seen = driver.core.scheduler, dict[str, None]()
+    connector, plain = scheduler.connector, scheduler.connector.get_num_new_matched_tokens
+
+    def matched(request: Any, computed: int) -> Any:
+        seen.setdefault(request.request_id)
+        if len(seen) == number and request.request_id == [*seen][-1]:
+            if len(scheduler.running) < number - 1:
+                return None, False
+            connector.get_num_new_matched_tokens = plain
+        return plain(request, computed)
+
+    connector.get_num_new_matched_tokens = matched
 
 
 def preemptions(driver: Driver) -> dict[str, int]:

@@ -10,7 +10,7 @@ from tests.vllm.processes import Vllm, await_slots_back, service_config
 
 BLOCK = 32
 NEAR_TIE = 1e-3
-MAX_TOKENS = 96
+MAX_TOKENS = 128  # five that run grow over what the sixth leaves them
 HOLD_S = 60.0
 
 
@@ -28,12 +28,13 @@ def test_six_growing_requests_in_forty_blocks(place: Path, prompt: Callable[[int
         assert vllm.call("attached")
         assert not any(vllm.call("preemptions").values())
         # However fast machine and copies are: a store, and later a load, lasts until something is preempted.
-        vllm.call("hold_copies", "STORE", HOLD_S)
+        vllm.call("hold_copies", "STORE", HOLD_S, 1)
         first = vllm.generate(*prompts, max_tokens=MAX_TOKENS)
         cold = vllm.call("preemptions")
         assert cold["during_stores"] > 0
         vllm.reset()
-        vllm.call("hold_copies", "LOAD", HOLD_S)
+        vllm.call("delay_last", len(prompts))
+        vllm.call("hold_copies", "LOAD", HOLD_S, len(prompts) - 1)
         second = vllm.generate(*prompts, max_tokens=MAX_TOKENS)
         assert vllm.call("stats")["loaded_blocks"] > 0
         assert vllm.call("preemptions")["during_loads"] > cold["during_loads"]

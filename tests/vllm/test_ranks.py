@@ -23,7 +23,8 @@ def test_two_ranks_store_and_load_their_halves_of_each_block(place: Path) -> Non
     model = place / "tiny"
     write_tiny_llama(model)
     config = service_config(place)
-    connector = {"socket": config.socket}
+    # A daemon comes back after as long as the machine is busy; by default its return is waited for 2 s.
+    connector = {"socket": config.socket, "lookup_patience_s": 30.0, "return_patience_s": 30.0}
     options = {
         "model": str(model),
         "tensor_parallel_size": 2,
