@@ -129,6 +129,9 @@ def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
 def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
     plan = replace(ttft.CPU, lengths=(128, 1024), samples=2, raw_bytes=1 << 20)
     found = ttft.measure(plan, silent, device="cpu", parent=short_path)
+    if not all(all(row.samples.values()) for row in (*found.rows, *found.behind)):
+        # On a busy machine DRAM may have no room in time for a block, and what lies behind it is no hit: once more.
+        found = ttft.measure(plan, silent, device="cpu", parent=short_path)
     for row in found.rows:
         assert None not in (row.hbm_s, row.dram_s, row.disk_s)
         assert all(count > 0 for count in row.samples.values())

@@ -285,8 +285,8 @@ def test_a_member_killed_in_a_step_is_one_line_too(folder: Path) -> None:
             running.kill_member_in_an_answer()
         said = running.process.communicate(timeout=WAIT_S)[1]
         assert running.process.returncode == 1
-        assert said.count("\n") == 1, said
-        assert "has ended: the worker ends with it" in said
+        (line,) = (line for line in said.splitlines() if not line.startswith("WARNING "))  # of a busy machine
+        assert "has ended: the worker ends with it" in line
 
 
 def test_a_signal_to_all_processes_is_the_workers(folder: Path) -> None:
