@@ -8,11 +8,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore.config import Durability
+from kvstore.config import Durability, ServeConfig
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.test_disk_faults import BLOCKS, store
@@ -41,6 +42,21 @@ def delete_slabs(folder: Path) -> int:
 
 def in_service(service: Service) -> bool:
     return all(path.in_service for path in service.stats().paths)
+
+
+@contextmanager
+def deleted_before_opened(config: ServeConfig) -> Iterator[tuple[Service, RawClient]]:
+    """A service, started again over durable blocks whose slab was deleted before its mover opened it; and a client."""
+    with started(config) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        store(one, "first")
+        assert flush(one).durable_blocks == BLOCKS
+        one.close()
+    with started(config) as service:
+        one = RawClient(service.socket).begin(hbm_slots=512)
+        wait_for("the blocks", lambda: service.tier("nvme").sealed_slots == BLOCKS)
+        delete_slabs(Path(config.nvme[0].path))
+        yield service, one
 
 
 @pytest.mark.parametrize("durability", [Durability.POWER, Durability.PROCESS])
@@ -75,15 +91,7 @@ def test_a_flush_calls_nothing_durable_that_lies_in_a_deleted_slab(
 def test_a_deleted_slab_that_nothing_has_opened_yet_is_found_by_a_flush(place: Path) -> None:
     """A mover opens a slab with the first move, so after a start nobody saw that one was deleted."""
     config = small_config(place, nvme_bytes=128 * MIB)
-    with started(config) as service:
-        one = RawClient(service.socket).begin(hbm_slots=512)
-        store(one, "first")
-        assert flush(one).durable_blocks == BLOCKS
-        one.close()
-    with started(config) as service:
-        one = RawClient(service.socket).begin(hbm_slots=512)
-        wait_for("the blocks", lambda: service.tier("nvme").sealed_slots == BLOCKS)
-        delete_slabs(Path(config.nvme[0].path))
+    with deleted_before_opened(config) as (service, one):
         assert flush(one).pending_blocks >= 1
         wait_for("the loss", lambda: service.tier("nvme").sealed_slots == 0)
         wait_for("the path", lambda: in_service(service))
@@ -96,15 +104,7 @@ def test_a_deleted_slab_that_nothing_has_opened_yet_is_found_by_a_flush(place: P
 def test_a_deleted_slab_that_a_write_opens_first_is_not_made_anew_under_its_blocks(place: Path) -> None:
     """It was, empty, with a line in the log: a flush went on to call durable what had been in the old one."""
     config = small_config(place, nvme_bytes=128 * MIB)
-    with started(config) as service:
-        one = RawClient(service.socket).begin(hbm_slots=512)
-        store(one, "first")
-        assert flush(one).durable_blocks == BLOCKS
-        one.close()
-    with started(config) as service:
-        one = RawClient(service.socket).begin(hbm_slots=512)
-        wait_for("the blocks", lambda: service.tier("nvme").sealed_slots == BLOCKS)
-        delete_slabs(Path(config.nvme[0].path))
+    with deleted_before_opened(config) as (service, one):
         store(one, "second")
         wait_for("the count", lambda: service.stats().counters.get("nvme_slabs_lost_total") == 1)
         wait_for("the path", lambda: in_service(service))
