@@ -4,7 +4,6 @@ Thread contract: one engine thread calls a session's methods; copiers may call `
 `notify` from theirs. Nothing but `open_namespace`, `result`, `wait` and `close` waits.
 """
 
-from kvstore.client.attachment import Namespace
 from kvstore.client.connect import Client, connect
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
@@ -12,6 +11,7 @@ from kvstore.client.device import DeviceSpec
 from kvstore.client.events import Changed, Event, Lost, SealResult
 from kvstore.client.grant import PendingGrant
 from kvstore.client.memory import DramListener
+from kvstore.client.namespace import Namespace
 from kvstore.client.retain import StopReason
 from kvstore.client.session import Session
 from kvstore.client.state import Listener, Targets

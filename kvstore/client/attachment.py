@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,19 @@ from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import Descriptors, MappedMemory
 from kvstore.client.device import DeviceSpec, device_message, hbm_slots, open_device
 from kvstore.client.group import WHOLE, Group, Shard, group_identity
-from kvstore.client.known_chains import KnownChains
 from kvstore.client.memory import DramListener, HbmMemory
+from kvstore.client.namespace import Namespace
 from kvstore.client.rpc import Rpc
 from kvstore.client.state import SessionState
 from kvstore.errors import FailedPrecondition, KvstoreError, Unauthenticated, Unavailable
 from kvstore.geometry import Geometry
-from kvstore.identity import HashChain, namespace_digest, packed_tokens
+from kvstore.identity import namespace_digest
 from kvstore.layout import GENERATION_SHIFT, Tier
 from kvstore.wire.cache_use import cache_use_message
 from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["Attachment", "Namespace"]
+__all__ = ["Attachment"]
 
 _LOG = logging.getLogger("kvstore.client")
 _PROTOCOL_VERSION = 1
@@ -40,33 +40,6 @@ _GROUP_TIMEOUT_S = 120.0
 _RETRY_S = 0.05
 
 U32 = NDArray[np.uint32]
-
-
-class Namespace:
-    """All that makes KV interchangeable, opened in one session; handle and key may change when a session is renewed."""
-
-    __slots__ = ("_known", "block_tokens", "handle", "key", "parts")
-
-    def __init__(self, parts: Mapping[str, bytes], block_tokens: int, handle: int, key: bytes) -> None:
-        self.parts = dict(parts)
-        self.block_tokens = block_tokens
-        self.handle = handle
-        self.key = key
-        self._known = KnownChains(block_tokens)
-
-    def reopened(self, handle: int, key: bytes) -> None:
-        """What the daemon calls it now. Another key: all was lost, the tenant's secret too; chains begin anew."""
-        self.handle = handle
-        if key != self.key:
-            self.key = key
-            self._known = KnownChains(self.block_tokens)
-
-    def chain(self, token_ids: Sequence[int] | NDArray[np.integer] = ()) -> HashChain:
-        """The hash chain of a prompt in this namespace; it can be extended. What a recent one had too is not hashed."""
-        tokens = packed_tokens(token_ids)
-        chain = HashChain(self.key, self.block_tokens, tokens, known=self._known.prefix(tokens))
-        self._known.remember(tokens.copy() if isinstance(token_ids, np.ndarray) else tokens, chain.hashes)
-        return chain
 
 
 class Attachment:

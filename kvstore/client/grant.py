@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.namespace import Namespace
 from kvstore.errors import DeadlineExceeded, KvstoreError
 from kvstore.layout import NONE
 from kvstore.moves import Grant
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Namespace
-    from kvstore.client.session import Session
 
 __all__ = ["PendingGrant", "given"]
 
@@ -26,6 +24,18 @@ def given(slots: NDArray[np.uint32]) -> NDArray[np.bool_]:
     """[n] which elements name a slot."""
     named: NDArray[np.bool_] = slots != NONE
     return named
+
+
+class _Owner(Protocol):
+    """What of a session is needed here."""
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Returns once something is so, or after that time."""
+        ...
+
+    def abandon(self, grant: PendingGrant) -> None:
+        """Takes back what was, or will be, given."""
+        ...
 
 
 class PendingGrant:
@@ -51,7 +61,7 @@ class PendingGrant:
 
     def __init__(
         self,
-        session: Session,
+        session: _Owner,
         *,
         namespace: Namespace,
         lease: int,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache_use import Access, CacheUse
-from kvstore.client.attachment import Attachment, Namespace
+from kvstore.client.attachment import Attachment
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.descriptors import MappedMemory
@@ -26,6 +26,7 @@ from kvstore.client.events import Event
 from kvstore.client.grant import PendingGrant
 from kvstore.client.group import Group
 from kvstore.client.memory import DramListener, DramMemory, HbmMemory
+from kvstore.client.namespace import Namespace
 from kvstore.client.outbox import Cancel, Prefetch
 from kvstore.client.retain import Retain, StopReason
 from kvstore.client.rpc import Rpc
