@@ -10,7 +10,9 @@ one, `drop_*` gives one back, and the last one back lets the next `step` release
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Self
 
 import numpy as np
@@ -51,6 +53,7 @@ _DRAIN_S = 2.0
 _NO_SEALS: NDArray[np.void] = np.empty(0, dtype=SEAL)
 _NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
 _NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
+_NO_HASHES: U64 = np.empty((0, 2), dtype=np.uint64)
 
 
 class Session:
@@ -323,15 +326,23 @@ class Session:
         return self._state.wait_until(ready, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Sends all that was staged and waits until the daemon has applied it. False: no answer in time."""
-        self.step()
+        """Sends all that was staged and dropped and waits until the daemon has applied it. False: no answer in time."""
         namespace = self._attachment.any_namespace()
         if namespace is None:  # then nothing can have been staged
+            self.step()
             return True
-        try:  # the stream is ordered: an answer to the last message is an answer to all
-            self.acquire(namespace, 0, np.empty((0, 2), dtype=np.uint64)).result(timeout_s)
-        except KvstoreError:
-            return False
+        # The stream is ordered: an answer to the last message is an answer to all. But slots are released only behind
+        # the answer to their seals, so one asking brings out what the next one is to cover.
+        deadline = time.monotonic() + timeout_s
+        for asked in count():
+            self.step()
+            nothing_left = self._state.quiet()
+            try:
+                self.acquire(namespace, 0, _NO_HASHES).result(deadline - time.monotonic())
+            except KvstoreError:
+                return False
+            if asked and nothing_left:
+                break
         return True
 
     def quiet(self) -> bool:

@@ -52,7 +52,7 @@ def test_scheduler_and_ranks_do_with_the_cache_what_the_engine_says(
     loads, stores = copied(other)
     assert (loads > 0, stores > 0) == (served, stored)
     if use is CacheUse.OFF:
-        assert session.sent_messages == sent + 2  # of `drain`, once a request
+        assert session.sent_messages == sent + 4  # of `drain`, which asks twice, once a request
     assert plain.ask("new", new) == (BLOCKS * BLOCK if stored else 0)
     sound(service, plain, other)
 

@@ -274,6 +274,29 @@ def test_what_was_staged_is_told_before_the_session_ends(service: Service, clien
             assert reader.match(reader.open_namespace(PARTS), hashes).hits == 4
 
 
+def test_what_is_released_behind_a_seal_is_drained_too(
+    session: Session, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of a store were released only after `drain`: a clear on another connection came first and kept them."""
+    plain = session._state.next_message
+
+    def slow(stream: int) -> object:
+        message = plain(stream)
+        if message is not None and message.step.released_hbm:
+            time.sleep(0.2)
+        return message
+
+    monkeypatch.setattr(session._state, "next_message", slow)
+    namespace = session.open_namespace(PARTS)
+    hashes = chain(namespace, 6)
+    grant = session.acquire(namespace, 1, hashes).result(5)
+    seals = seals_of(namespace, hashes, grant.hbm_slots, grant.hbm_generations)
+    session.stage(seals=seals, dropped_hbm=grant.hbm_slots)
+    assert session.drain(30)
+    mine = next(one for one in service.stats().sessions if one.name == session.name)
+    assert (session.match(namespace, hashes).hits, mine.held_hbm_slots) == (6, 0)
+
+
 def test_close_is_idempotent_and_frees_everything(service: Service, client: Client) -> None:
     session = attach(client, "closed", credit=8, room=8)
     namespace = session.open_namespace(PARTS)
