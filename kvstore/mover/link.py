@@ -30,6 +30,7 @@ __all__ = ["MoverLink"]
 
 _MAX_QUEUED = 4096  # control messages that wait for the socket: each extent and slab is one
 _MAX_PACKETS_A_CALL = 64  # of `receive`, so that one mover cannot keep the loop
+_START_S = 10.0  # of a mover on a busy machine, at most: so long nothing is said of its disk
 _STARVED = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 _SUPERVISION = ("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "NOTIFY_SOCKET")
 
@@ -51,6 +52,9 @@ class MoverLink:
         self._max_outstanding = max_outstanding
         self._queued: deque[_Queued] = deque()
         self._progress_s = time.monotonic()
+        self._asked_from_s = (
+            self._progress_s + _START_S
+        )  # from then on the disk, no process that starts, keeps us
         self._starved = False
         self.pidfd = pidfd
         """Readable when the process has ended; the link's until `close`."""
@@ -217,6 +221,8 @@ class MoverLink:
                 messages.append(message)
             if isinstance(message, wire.Replies | wire.Synced):
                 self._progress_s = time.monotonic()
+            if isinstance(message, wire.Ready):
+                self._asked_from_s = time.monotonic()
             if isinstance(message, wire.Synced):
                 self.syncs -= 1
         if replies:
@@ -224,8 +230,14 @@ class MoverLink:
         return messages
 
     def stalled_s(self) -> float:
-        """Seconds since anything was answered while something is out; 0 where nothing is. A hung disk shows here."""
-        return time.monotonic() - self._progress_s if self.outstanding or self.syncs else 0.0
+        """Seconds since anything was answered while something is out; 0 where nothing is. A hung disk shows here.
+
+        The first ten seconds of a mover that has not yet said that it is ready do not count: it has only begun to ask
+        its disk, and on a busy machine a process takes long to start.
+        """
+        if not (self.outstanding or self.syncs):
+            return 0.0
+        return max(0.0, time.monotonic() - max(self._progress_s, self._asked_from_s))
 
     def kill(self) -> None:
         """SIGKILL. A process that is stuck in the disk dies when the disk lets go; `pidfd` says when."""
