@@ -282,13 +282,13 @@ class PageStore(Listener):
         """[n] slots of the blocks at these places of the chain that are published, or were there by then."""
         keys = list(zip(room.slots.tolist(), room.generations.tolist(), strict=True))
         self._listen(chain.session)
-        with self._answers:
-            self._awaited.update(dict.fromkeys(keys))
         with self._lock:
-            if chain.identity is self._identity:
-                chain.session.step(seals=_seals(chain, room, depths), dropped_dram=room.slots)
-            else:  # of before a clear
+            if chain.identity is not self._identity:  # of before a clear: nobody will answer
                 chain.session.step(dropped_dram=room.slots)
+                return np.zeros(len(room), dtype=np.bool_)
+            with self._answers:
+                self._awaited.update(dict.fromkeys(keys))
+            chain.session.step(seals=_seals(chain, room, depths), dropped_dram=room.slots)
         with self._answers:
             self._answers.wait_for(
                 lambda: all(self._awaited[key] is not None for key in keys), self._patience.store_s

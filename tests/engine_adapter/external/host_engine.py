@@ -26,12 +26,14 @@ from engine_adapter.external.working import Working
 from kvstore.cache_use import Access, CacheUse
 from kvstore.client.dram_member import DramMember
 from kvstore.geometry import Geometry, LayerGroup
-from tests.support.daemon import wait_for
+from tests.support.daemon import DEADLINE_S, wait_for
 
 __all__ = ["BLOCK", "HostEngine", "parts_of"]
 
 BLOCK, LAYERS, CONTENT = 4, 3, 512
 """Tokens a block; layers; bytes of a layer's page."""
+_PATIENT = {"lookup_s": DEADLINE_S, "load_s": DEADLINE_S}
+"""A test of what comes waits for it however slow the machine is; one of what is given up names its own times."""
 
 
 def parts_of(identity: Identity) -> dict[str, bytes]:
@@ -73,7 +75,7 @@ class _Rank:
             for layer in self.pages
         ]
         pieces = PieceMap(layers)
-        self.member = DramMember(number + 1, timeout_s=5.0)
+        self.member = DramMember(number + 1, timeout_s=DEADLINE_S)
         self.copier = TwinCopier()
         self.mover = PieceMover(pieces, self.copier)
         self.working = Working(
@@ -81,12 +83,12 @@ class _Rank:
         )
         self.listener = RankListener(
             lambda said: self.member.join(said.path, bytes.fromhex(said.token), said.slot_bytes),
-            timeout_s=5.0,
+            timeout_s=DEADLINE_S,
         )
 
     def close(self) -> None:
         self.listener.close()
-        self.working.close(5.0)
+        self.working.close(DEADLINE_S)
         self.member.close()
 
 
@@ -101,7 +103,8 @@ class HostEngine:
         num_pages: int = 64,
         policy: str = "recompute",
         room: int = 16,
-        return_s: float = 5.0,
+        breaker_s: float = 5.0,
+        return_s: float = DEADLINE_S,
         ahead: int = 0,
         use: CacheUse = CacheUse.ON,
         tenant: str = "",
@@ -119,12 +122,12 @@ class HostEngine:
             LinkPlan(
                 socket=socket,
                 name="host engine",
-                timeout_s=5.0,
+                timeout_s=DEADLINE_S,
                 geometry=geometry,
-                group=RankGroup([rank.listener.name for rank in self.ranks], timeout_s=5.0),
+                group=RankGroup([rank.listener.name for rank in self.ranks], timeout_s=DEADLINE_S),
                 room_blocks=room,
                 parts=parts_of,
-                breaker_s=0.5,
+                breaker_s=breaker_s,
                 return_s=return_s,
                 use=use,
                 tenant=tenant,
@@ -133,7 +136,12 @@ class HostEngine:
         self.policy = policy
         self.scheduling = Scheduling(
             self.link,
-            SchedulingRules(block_tokens=BLOCK, ranks=ranks, promise_disk=policy == "recompute", **rules),  # type: ignore[arg-type]
+            SchedulingRules(
+                block_tokens=BLOCK,
+                ranks=ranks,
+                promise_disk=policy == "recompute",
+                **{**_PATIENT, **rules},  # type: ignore[arg-type]
+            ),
         )
         self.requests: dict[str, _Running] = {}
         self.finished: dict[str, _Running] = {}
@@ -179,7 +187,7 @@ class HostEngine:
         self.drain()
         return self.finished[name].cached if name in self.finished else -1
 
-    def run(self, until: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def run(self, until: Callable[[], bool], timeout_s: float = 2 * DEADLINE_S) -> None:
         """Steps until something is so."""
         deadline = time.monotonic() + timeout_s
         while not until():
@@ -187,10 +195,11 @@ class HostEngine:
             self.step()
 
     def drain(self) -> None:
-        """Steps until nothing is under way, and waits until the service has heard it."""
+        """Steps until nothing is under way, and waits until the service has heard it: it must be there."""
         self.run(lambda: not self.scheduling.busy and not self._held)
-        if self.link.session is not None:
-            self.link.session.drain(5.0)
+        session = self.link.attached
+        if session is not None:
+            wait_for("what was said to be heard", lambda: session.drain(DEADLINE_S))
 
     def forget(self) -> None:
         """Our own prefix cache is empty."""
@@ -215,7 +224,7 @@ class HostEngine:
         """Ends everything."""
         for rank in self.ranks:
             rank.close()
-        self.link.close(5.0)
+        self.link.close(DEADLINE_S)
 
     @property
     def free_pages(self) -> int:

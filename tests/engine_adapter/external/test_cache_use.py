@@ -43,7 +43,7 @@ def test_scheduler_and_ranks_do_with_the_cache_what_the_engine_says(
     plain, other = engine(ranks=2), engine(ranks=2, use=use)
     known, new = prompt(list(CacheUse).index(use)), prompt(10 + list(CacheUse).index(use))
     plain.ask("known", known)
-    session = other.link.session
+    session = other.link.attached
     assert session is not None
     sent = session.sent_messages
     assert other.ask("known", known) == (BLOCKS * BLOCK if served else 0)

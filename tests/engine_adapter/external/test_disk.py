@@ -38,7 +38,7 @@ def stored(engine: HostEngine, prompt: list[int]) -> bool:
     """Asks for it; whether all of its blocks are cached. Some are left out while there is no room for them."""
     engine.ask(f"cold {len(engine.finished)}", prompt)
     engine.forget()
-    session, namespace = engine.link.session, engine.link.namespace(Identity())
+    session, namespace = engine.link.attached, engine.link.namespace(Identity())
     assert session is not None
     assert namespace is not None
     return session.match(namespace, namespace.chain(prompt).hashes).hits == BLOCKS
@@ -46,7 +46,7 @@ def stored(engine: HostEngine, prompt: list[int]) -> bool:
 
 def test_what_only_a_disk_has_is_waited_for_and_loaded(service: Service) -> None:
     with connect(service.socket) as client:
-        engine = HostEngine(service.socket, lookup_s=10.0, num_pages=256, room=64)
+        engine = HostEngine(service.socket, num_pages=256, room=64)
         try:
             engine.attached()
             prompts = [tokens(1000 + number, BLOCKS * BLOCK + 1) for number in range(PROMPTS)]
@@ -72,7 +72,7 @@ def test_what_only_a_disk_has_is_waited_for_and_loaded(service: Service) -> None
 
 def test_an_engine_that_outlives_all_of_the_service_hits_what_the_disk_has(service: Service) -> None:
     """What is asked while nothing is there waits for the next service, and for its disk."""
-    engine = HostEngine(service.socket, lookup_s=30.0, load_s=30.0, return_s=30.0)
+    engine = HostEngine(service.socket)
     try:
         engine.attached()
         prompt = tokens(77, BLOCKS * BLOCK + 1)
@@ -85,7 +85,7 @@ def test_an_engine_that_outlives_all_of_the_service_hits_what_the_disk_has(servi
         engine.add("asked meanwhile", prompt)
         assert engine.scheduling.matched("asked meanwhile", len(prompt), 0) is None
         with started(service.config) as again:
-            engine.run(lambda: "asked meanwhile" in engine.finished, timeout_s=60.0)
+            engine.run(lambda: "asked meanwhile" in engine.finished)
             assert engine.finished["asked meanwhile"].cached == BLOCKS * BLOCK
             assert engine.bad == []
             assert again.faults() == []
