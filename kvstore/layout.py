@@ -330,8 +330,8 @@ def generations(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
 
 def touch_key(now_ms: int | NDArray[np.uint64], depths: NDArray[np.uint32]) -> NDArray[np.uint64]:
     """Key of tail-first LRU: (last touch, −depth), the smaller goes first. O(n)."""
-    tail_first = np.uint64(_MAX_DEPTH) - np.minimum(depths, _MAX_DEPTH).astype(np.uint64)
-    found: NDArray[np.uint64] = (np.asarray(now_ms, dtype=np.uint64) << np.uint64(_DEPTH_BITS)) | tail_first
+    head = (np.asarray(now_ms, dtype=np.uint64) << np.uint64(_DEPTH_BITS)) | np.uint64(_MAX_DEPTH)
+    found: NDArray[np.uint64] = np.subtract(head, np.minimum(depths, _MAX_DEPTH), dtype=np.uint64)
     return found
 
 

@@ -48,6 +48,7 @@ __all__ = ["NO_SLOTS", "Load", "StoreState", "mover_bit", "no_fault"]
 NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _SESSION_BITS = np.uint64((1 << MOVER_BIT) - 1)
 _STATE_BITS = np.uint64(0xFF)
+_FILLING, _DISTRUSTED = np.uint8(SlotState.FILLING), np.uint8(SlotState.DISTRUSTED)
 
 
 class Load(Protocol):
@@ -251,16 +252,18 @@ class StoreState:
         readers held as a private slot of both.
         """
         pool = self.pool(tier)
-        distrusted = pool.distrusted(slots)
-        filling = pool.filling(slots) | distrusted
-        fills = np.unique(slots[filling])
-        if len(fills):
+        states = pool.states(slots)
+        distrusted = states == _DISTRUSTED
+        ends = (states == _FILLING) | distrusted
+        kept = slots
+        if ends.any():
+            fills = np.unique(slots[ends])
+            kept = slots[~ends]
             if tier is Tier.HBM:
                 self.unlink_fills(fills)
             self.fault("let_go.fills")
             pool.unhold(fills, holder)
             pool.free(fills[pool.holders[fills] == 0])
-        kept = slots[~filling]
         if len(kept):
             pool.unhold(kept, holder)
         if distrusted.any():

@@ -132,7 +132,7 @@ class Acquiring:
             run = state.may_hold(session, run)
             in_hbm, in_dram, dram = in_hbm[:run], np.zeros(run, dtype=np.bool_), NO_SLOTS
         else:
-            dram = state.columns.dram[rows]
+            dram = state.table.slots(Tier.DRAM, rows, 0)
             in_dram = state.dram.sealed(dram) & ~in_hbm
             if session.device is not None and not request.private_fill:
                 in_dram &= ~state.hbm.filling(hbm)  # somebody is loading it: wait for that one copy
@@ -144,11 +144,12 @@ class Acquiring:
             (state.hbm, hbm, draft.hbm, in_hbm, _HIT_HBM),
             (state.dram, dram, draft.dram, in_dram, _HIT_DRAM),
         ):
-            if wanted.any():
-                held = slots[:run] if wanted.all() else slots[:run][wanted]
-                draft.outcomes[:run][wanted] = outcome
-                given[:run][wanted] = held
-                draft.fresh[:run][wanted] = (pool.holders[held] & session.holder) == 0
+            if count := np.count_nonzero(wanted):
+                where = slice(run) if count == run else np.flatnonzero(wanted)
+                held = slots[where]
+                draft.outcomes[where] = outcome
+                given[where] = held
+                draft.fresh[where] = ~pool.held(held, session.holder)
                 pool.hold(held, session.holder)
                 if pool is state.dram:
                     state.sample.served(held)
@@ -162,7 +163,7 @@ class Acquiring:
         state = self._state
         if session.device is None:
             return np.zeros(len(rows), dtype=np.bool_), np.full(len(rows), NONE, dtype=np.uint32)
-        hbm = state.columns.hbm[session.device, rows]
+        hbm = state.table.slots(Tier.HBM, rows, session.device)
         in_hbm = state.hbm.sealed(hbm)
         return in_hbm & self._of_size(Tier.HBM, hbm, in_hbm, session), hbm
 
@@ -185,7 +186,7 @@ class Acquiring:
         if session.hbm_key is None:
             draft.outcomes[hits : hits + fills] = Outcome.MISS
             return NO_SLOTS
-        loads = np.flatnonzero(draft.outcomes[:hits] == Outcome.HIT_DRAM)
+        loads = np.flatnonzero(draft.outcomes[:hits] == _HIT_DRAM)
         needed = len(loads) + fills
         asked = state.may_hold(session, needed + reserve)
         if not asked:
@@ -345,10 +346,11 @@ class Acquiring:
     def _generations(self, tier: Tier, slots: U32) -> U32:
         """[n] generations of slots, 0 where none is given."""
         given = slots != NONE
-        if given.all():
-            return self._state.pool(tier).generations(slots)
-        if not given.any():
+        count = np.count_nonzero(given)
+        if not count:
             return np.zeros(len(slots), dtype=np.uint32)
+        if count == len(slots):
+            return self._state.pool(tier).generations(slots)
         generations = self._state.pool(tier).generations(np.where(given, slots, 0))
         return np.where(given, generations, np.uint32(0))
 
@@ -370,8 +372,12 @@ class Acquiring:
 
     def _count(self, draft: _Draft) -> bool:
         """Whether some block got no slot."""
-        short = False
-        for outcome, count in enumerate(np.bincount(draft.outcomes).tolist()):
+        outcomes, short = draft.outcomes, False
+        if len(outcomes) and np.count_nonzero(outcomes == outcomes[0]) == len(outcomes):  # mostly
+            counts = {int(outcomes[0]): len(outcomes)}
+        else:
+            counts = dict(enumerate(np.bincount(outcomes).tolist()))
+        for outcome, count in counts.items():
             if count and outcome in _COUNTER:
                 self._state.counters[_COUNTER[outcome]] += count
                 short |= outcome == Outcome.NO_SLOT
@@ -380,5 +386,7 @@ class Acquiring:
 
 def note_grant(session: Session, grant: Grant, grant_id: int, limit: int) -> None:
     """The session remembers what message `grant_id` carries until its client has seen it; at most `limit` of them."""
-    hbm = np.concatenate((grant.hbm_slots[grant.hbm_slots != NONE], grant.reserve_slots))
+    hbm = grant.hbm_slots[grant.hbm_slots != NONE]
+    if len(grant.reserve_slots):
+        hbm = np.concatenate((hbm, grant.reserve_slots))
     session.granted(grant_id, hbm, grant.dram_slots[grant.dram_slots != NONE], ahead=False, limit=limit)

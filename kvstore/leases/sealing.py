@@ -269,9 +269,10 @@ class Sealing:
             if not len(slots):
                 continue
             pool = self._state.pool(tier)
-            slots = slots[slots < len(pool)]
-            slots = slots[(pool.holders[slots] & session.holder) != 0]
-            self._state.let_go(tier, slots, session.holder)
+            inside = slots < len(pool)
+            slots = slots if inside.all() else slots[inside]
+            held = pool.held(slots, session.holder)
+            self._state.let_go(tier, slots if held.all() else slots[held], session.holder)
 
 
 _SEAL_COUNTER = {

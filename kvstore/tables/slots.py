@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvstore.layout import GENERATION_SHIFT, NONE, Columns, SlotState, Tier, states
 from kvstore.moves import U32, U64
 from kvstore.tables.runs import FreeRuns
+from kvstore.tables.spans import span_of
 
 __all__ = ["ClassKey", "Meter", "SlotClass", "SlotPool"]
 
@@ -143,11 +144,11 @@ class SlotPool:
 
     def states(self, slots: U32) -> NDArray[np.uint8]:
         """[n] SlotState."""
-        return states(self.state[slots])
+        return states(self._words(slots))
 
     def generations(self, slots: U32) -> U32:
         """[n] low 32 bits of the generations."""
-        return (self.state[slots] >> GENERATION_SHIFT).astype(np.uint32)
+        return (self._words(slots) >> GENERATION_SHIFT).astype(np.uint32)
 
     def sealed(self, slots: U32) -> NDArray[np.bool_]:
         """[n] whether each (NONE allowed) holds a complete block."""
@@ -162,10 +163,20 @@ class SlotPool:
         return self._is(slots, SlotState.DISTRUSTED)
 
     def _is(self, slots: U32, wanted: SlotState) -> NDArray[np.bool_]:
+        span = span_of(slots, len(self.state))
+        if span is not None:
+            run: NDArray[np.bool_] = (self.state[span] & _STATE_BITS) == np.uint64(wanted)
+            return run
         known = slots != NONE
         safe = slots if known.all() else np.where(known, slots, np.uint32(0))
-        same: NDArray[np.bool_] = (self.state[safe] & _STATE_BITS) == np.uint64(wanted)
+        same: NDArray[np.bool_] = (self.state.take(safe) & _STATE_BITS) == np.uint64(wanted)
         return same if safe is slots else known & same
+
+    def _words(self, slots: U32) -> U64:
+        """[n] state words: a view of them where the slots are one run."""
+        span = span_of(slots, len(self.state))
+        words: U64 = self.state.take(slots) if span is None else self.state[span]
+        return words
 
     # -- life of a slot
 
@@ -231,14 +242,29 @@ class SlotPool:
 
     # -- holders
 
+    def held(self, slots: U32, holder: np.uint64) -> NDArray[np.bool_]:
+        """[n] whether each slot has this bit."""
+        span = span_of(slots, len(self.holders))
+        words = self.holders.take(slots) if span is None else self.holders[span]
+        found: NDArray[np.bool_] = (words & holder) != 0
+        return found
+
     def hold(self, slots: U32, holder: np.uint64) -> None:
         """Sets a bit of each slot; duplicates allowed."""
-        self.holders[slots] |= holder
+        span = span_of(slots, len(self.holders))
+        if span is None:
+            self.holders[slots] = self.holders.take(slots) | holder
+        else:
+            self.holders[span] |= holder
         self._fault("slots.hold")
 
     def unhold(self, slots: U32, holder: np.uint64) -> None:
         """Clears a bit of each slot."""
-        self.holders[slots] &= ~holder
+        span = span_of(slots, len(self.holders))
+        if span is None:
+            self.holders[slots] = self.holders.take(slots) & ~holder
+        else:
+            self.holders[span] &= ~holder
         self.note_unheld(slots)
 
     def held_by(self, holder: np.uint64) -> U32:
@@ -256,7 +282,8 @@ class SlotPool:
         """The slots of each extent."""
         if not len(slots):
             return []
-        extents = self.extent[slots]
-        if (extents == extents[0]).all():
+        span = span_of(slots, len(self.extent))
+        extents = self.extent.take(slots) if span is None else self.extent[span]
+        if np.count_nonzero(extents == extents[0]) == len(slots):
             return [(int(extents[0]), slots)]
         return [(extent, slots[extents == extent]) for extent in np.unique(extents).tolist()]

@@ -16,6 +16,7 @@ from kvstore.layout import NONE, Columns, State, Tier, states, touch_key
 from kvstore.moves import U32, U64
 from kvstore.tables.index import Index
 from kvstore.tables.runs import FreeRuns
+from kvstore.tables.spans import span_of
 
 __all__ = ["PINNED", "BlockTable", "distinct"]
 
@@ -66,14 +67,14 @@ class BlockTable:
         return self._usable(self.index.find(hashes), namespaces)
 
     def _usable(self, rows: U32, namespaces: U32 | int) -> U32:
-        known = rows != NONE
-        safe = rows if known.all() else np.where(known, rows, 0)
-        # FILLING or SEALED: of FREE and CLEARED the one is below and the other above.
-        good = (
-            known
-            & (self.columns.namespace[safe] == namespaces)
-            & ((self.columns.state[safe] & _STATE_BITS) - _FILLING < _USABLE_STATES)
-        )
+        columns = self.columns
+        span = span_of(rows, columns.shape.max_rows)
+        if span is None:
+            known = rows != NONE
+            safe = rows if known.all() else np.where(known, rows, np.uint32(0))
+            good = known & (columns.namespace.take(safe) == namespaces) & _usable(columns.state.take(safe))
+        else:
+            good = (columns.namespace[span] == namespaces) & _usable(columns.state[span])
         return rows if good.all() else np.where(good, rows, np.uint32(NONE))
 
     def sealed(self, rows: U32) -> NDArray[np.bool_]:
@@ -85,9 +86,13 @@ class BlockTable:
         return self._is(rows, State.FILLING)
 
     def _is(self, rows: U32, wanted: State) -> NDArray[np.bool_]:
+        span = span_of(rows, self.columns.shape.max_rows)
+        if span is not None:
+            run: NDArray[np.bool_] = (self.columns.state[span] & _STATE_BITS) == np.uint64(wanted)
+            return run
         known = rows != NONE
         safe = rows if known.all() else np.where(known, rows, np.uint32(0))
-        same: NDArray[np.bool_] = (self.columns.state[safe] & _STATE_BITS) == np.uint64(wanted)
+        same: NDArray[np.bool_] = (self.columns.state.take(safe) & _STATE_BITS) == np.uint64(wanted)
         return same if safe is rows else known & same
 
     def reserve(self, *, hashes: U64, namespaces: U32 | int, depths: U32, parents: U32, touches: U64) -> U32:
@@ -166,16 +171,24 @@ class BlockTable:
 
     def touch(self, rows: U32, now_ms: int) -> None:
         """These were used now. Duplicates allowed. O(n)."""
-        self.columns.touch[rows] = touch_key(now_ms, self.columns.depth[rows])
+        columns = self.columns
+        span = span_of(rows, columns.shape.max_rows)
+        if span is None:
+            columns.touch[rows] = touch_key(now_ms, columns.depth.take(rows))
+        else:
+            columns.touch[span] = touch_key(now_ms, columns.depth[span])
 
     def slots(self, tier: Tier, rows: U32, device: int) -> U32:
         """[n] slot of each row (NONE allowed) in a tier, or NONE."""
         column = self.column(tier, device)
+        span = span_of(rows, len(column))
+        if span is not None:
+            return column[span].copy()
         known = rows != NONE
         if known.all():
-            found: U32 = column[rows]
+            found: U32 = column.take(rows)
             return found
-        return np.where(known, column[np.where(known, rows, 0)], np.uint32(NONE))
+        return np.where(known, column.take(np.where(known, rows, np.uint32(0))), np.uint32(NONE))
 
     def column(self, tier: Tier, device: int) -> U32:
         """The pointers into a tier: [rows]."""
@@ -192,3 +205,9 @@ class BlockTable:
             copy |= columns.hbm[device, rows] != NONE
         found: NDArray[np.bool_] = copy
         return found
+
+
+def _usable(words: U64) -> NDArray[np.bool_]:
+    """[n] FILLING or SEALED: of FREE and CLEARED the one is below and the other above."""
+    found: NDArray[np.bool_] = (words & _STATE_BITS) - _FILLING < _USABLE_STATES
+    return found

@@ -260,6 +260,8 @@ class Promoting:
         At most `early` of the latter: whoever comes next waits for all that a mover has. Both are sorted by NVMe slot.
         """
         path = self._paths[number]
+        if not path.demanded and not path.prefetched:  # asked after every message
+            return NO_SLOTS
         demanded = self._take_demanded(path, limit)
         ahead = self._take_ahead(path, min(early, limit - len(demanded)))
         self.queued_ahead -= len(ahead)

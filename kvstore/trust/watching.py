@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstore.layout import GENERATION_SHIFT, NONE, Tier
 from kvstore.moves import U8, U32, U64, MoveKind, MoveStatus
 from kvstore.recorder import Event, Recorder
-from kvstore.state import StoreState
+from kvstore.state import NO_SLOTS, StoreState
 from kvstore.tiering.flights import Flights
 from kvstore.trust.distrusting import busy_rows, distrust
 from kvstore.trust.lineage import descendants
@@ -88,8 +88,11 @@ class Watching:
         """DRAM slots to be checked by the mover that asks, few at a time; they are under way from now on."""
         count = min(limit, _CHECKS_AT_ONCE - self._checking)
         if count <= 0:
-            return np.empty(0, dtype=np.uint32)
-        slots = np.unique(np.array(self._state.sample.take(count), dtype=np.uint32))
+            return NO_SLOTS
+        sampled = self._state.sample.take(count)
+        if not sampled:  # mostly; it is asked after every message
+            return NO_SLOTS
+        slots = np.unique(np.array(sampled, dtype=np.uint32))
         slots = slots[self._state.dram.sealed(slots)]
         self._checking += len(slots)
         return slots
