@@ -203,7 +203,8 @@ class KvstoreBlockManager:
         missing = self._blocks(num_tokens) - entry.named_blocks - len(grant.reserve_slots)
         extra = None if waits.any() else self._session.take_credit(max(0, missing))
         if extra is None:
-            short = missing > 0 or bool((grant.outcomes == Outcome.NO_SLOT).any())
+            # Where something is on its way no slots are given yet, so that none of them can be lacking.
+            short = not waits.any() or bool((grant.outcomes == Outcome.NO_SLOT).any())
             self._wait_for_change(entry, retry_s=_RETRY_S if short else min(self._patience_s, entry.wait_s))
             if short:
                 self._find_slots()

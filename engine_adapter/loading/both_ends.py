@@ -30,7 +30,7 @@ _POLL_S = 0.002
 _AGAIN_S = 0.5
 """A piece that does not come into memory is asked for again after so long: it may never come."""
 _ROOM_S = 0.02
-"""As long, where DRAM had no room for all of it."""
+"""As long, where DRAM or HBM had no room for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,11 @@ class _Asked:
     piece: Piece
     lease: int
     asked_at: float
-    nbytes: int  # what the disk had to read when it was asked, this piece included
+    nbytes: (
+        int  # what the disk had to read when it was asked, this piece included; 0: says nothing of the disk
+    )
     again_at: float = 0.0
+    lacks_slots: bool = False  # it waits for slots, whatever the disk does
     grant: PendingGrant | None = None
     slots: NDArray[np.uint32] | None = None  # once granted
     load: Load | None = None
@@ -147,7 +150,7 @@ class BothEnds:
                     self._finish(asked, now)
                 elif asked.grant is not None:
                     self._take_answer(asked, now)
-                elif now >= asked.again_at or self._in_memory(asked.piece):
+                elif now >= asked.again_at or (not asked.lacks_slots and self._in_memory(asked.piece)):
                     self._ask(asked)
             for piece in meeting.ask(now):
                 self._begin(piece, now)
@@ -190,12 +193,13 @@ class BothEnds:
             asked.slots, asked.load = grant.hbm_slots, _load_of(self._session, grant)
             self._finish(asked, now)
             return
-        comes = (grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)
         pending.abandon()
-        if comes.any() and not (grant.outcomes == Outcome.NO_SLOT).any():
-            some = (
-                grant.outcomes == Outcome.LATER
-            ).any()  # of it are not read yet: there was no room in DRAM
+        asked.lacks_slots = bool((grant.outcomes == Outcome.NO_SLOT).any())
+        if asked.lacks_slots:  # until a piece before it has taken the places of pages that the request has
+            asked.nbytes, asked.again_at = 0, now + _ROOM_S
+        elif ((grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)).any():
+            # Some may not be read yet: there was no room in DRAM.
+            some = bool((grant.outcomes == Outcome.LATER).any())
             asked.again_at = now + (_ROOM_S if some else _AGAIN_S)
         else:
             self._failed(asked)
@@ -208,7 +212,8 @@ class BothEnds:
                 return
             if not asked.load.loaded:
                 return
-            self._choice.loaded_beside(asked.nbytes, asked.load.ended_at - asked.asked_at)
+            if asked.nbytes:
+                self._choice.loaded_beside(asked.nbytes, asked.load.ended_at - asked.asked_at)
             self._meeting.piece = self._choice.piece_blocks(self.end - self.begin)
         assert asked.slots is not None
         self._asked.remove(asked)

@@ -143,19 +143,23 @@ class LoadPlans:
         return Ask(len(prompt), private=True)
 
     def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
-        """How fast a disk was that a request has waited for: where not all came in time, at the rate of what did.
+        """How fast a disk was that a request has waited for: what came by now took as long.
 
-        A trial may be shorter than the first call of a disk: where nothing came it says nothing.
+        Where nothing came, all of it takes longer than that: twice as long, unless it was a trial, which may be shorter
+        than the first call of a disk and says nothing.
         """
         if not planned.disk_bytes:
             return
         length = min(len(found), len(planned.tiers))
         wanted = planned.tiers[:length] == Tier.NVME
         came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
-        if planned.trial and not came:
-            return
-        share = max(came, 0.5) / max(int(np.count_nonzero(wanted)), 1)
-        self._choice.loaded(Tier.NVME, planned.disk_bytes, (self._clock() - planned.asked_at) / share)
+        waited_s = self._clock() - planned.asked_at
+        if came:
+            missing = int(np.count_nonzero(wanted)) - came
+            nbytes = planned.disk_bytes - missing * self._session.hbm.slot_bytes
+            self._choice.loaded(Tier.NVME, nbytes, waited_s)
+        elif not planned.trial:
+            self._choice.loaded(Tier.NVME, planned.disk_bytes, 2.0 * waited_s)
 
     def begin(self, lease: int, hits: int) -> None:
         """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""

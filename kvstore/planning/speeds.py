@@ -29,6 +29,8 @@ _NO_HICCUP, _CHANGED = 3, 3.0
 """So many in a row that are so many times too slow or too fast are no hiccup: what came before is forgotten."""
 _FADE, _FADED = 0.98, 0.05
 """What a kind counts less with each measurement of others, and at least: what was seen once is not forgotten."""
+_APART = 1.5
+"""Of a disk by itself and of one beside a computation, neither is believed to be so many times on the wrong side."""
 _FIT_PART = 32
 _SIMPLER = 0.002
 """A line with one cost less is taken where its mean square error, relative, is no more than that worse."""
@@ -138,6 +140,10 @@ class _Line:
         kind.seconds += share * (seconds - kind.seconds)
         kind.last = self.count
 
+    def expected(self, features: Sequence[float]) -> float:
+        """Seconds, by the fit; 0 where nothing was measured."""
+        return float(self.fit() @ np.asarray(features, dtype=np.float64)) if self.count else 0.0
+
     def _has_changed(self, x: NDArray[np.float64], seconds: float) -> bool:
         """Whether this and the measurements before it were all far off the line in the same direction."""
         if self._fit is None or self.count <= _TRUSTED:
@@ -214,14 +220,24 @@ class SpeedMeter:
             self._prefill.measured((tokens / _TOKENS, context / (_TOKENS * _CONTEXT), 1.0), seconds)
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes took so long, from when it was wanted; what was queued ahead is among the bytes."""
+        """A load of so many bytes took so long, from when it was wanted; what was queued ahead is among the bytes.
+
+        A disk beside a computation is not faster: one that was taken for much faster has become slow there, too.
+        """
         if nbytes > 0:
-            self._tiers.setdefault(tier, _Line(2)).measured((nbytes / _BYTES, 1.0), seconds)
+            features = (nbytes / _BYTES, 1.0)
+            self._tiers.setdefault(tier, _Line(2)).measured(features, seconds)
+            if tier is Tier.NVME and 0.0 < self._beside.expected(features) < seconds / _APART:
+                self._beside.measured(features, seconds)
 
     def loaded_beside(self, nbytes: int, seconds: float) -> None:
-        """As `loaded`, from a disk while the engine computed."""
+        """As `loaded`, from a disk while the engine computed. By itself it is not slower, whatever was measured."""
         if nbytes > 0:
-            self._beside.measured((nbytes / _BYTES, 1.0), seconds)
+            features = (nbytes / _BYTES, 1.0)
+            self._beside.measured(features, seconds)
+            alone = self._tiers.get(Tier.NVME)
+            if alone is not None and alone.expected(features) > seconds * _APART:
+                alone.measured(features, seconds)
 
     def speeds(self) -> Speeds:
         """What is known now. A disk that was only read beside computations is not faster without: so it counts."""

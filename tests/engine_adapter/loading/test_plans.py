@@ -16,6 +16,7 @@ from engine_adapter.copying.copier import Copier, TwinCopier
 from engine_adapter.loading.choice import ChoiceSettings, LoadMode
 from kvstore.client import Client, DeviceSpec, Session, connect
 from kvstore.config import NvmeThrottle
+from kvstore.layout import Tier
 from kvstore.planning.planner import Ends
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -166,6 +167,29 @@ def test_what_was_computed_because_the_disk_is_slow_is_found_in_memory(service: 
         first = engine.computed_tokens
         engine.run("finds", tokens)
         assert engine.computed_tokens - first == 1
+        driver.await_nothing_used()
+    assert service.faults() == []
+
+
+def test_a_request_that_waits_for_a_disk_does_not_ask_again_and_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked every 20 ms, as if it lacked slots; each time what had not come yet counted as a slow disk's."""
+    with attached(service.socket, "waits", pages=1024, loads=settings(LoadMode.ALWAYS)) as driver:
+        tokens = prompt()
+        on_disk_alone(service, driver, "waits", tokens)
+        asked = []
+        acquire = driver.session.acquire
+        monkeypatch.setattr(
+            driver.session, "acquire", lambda *args, **kwargs: asked.append(0) or acquire(*args, **kwargs)
+        )
+        engine = Engine(driver, tokens_per_s=1e6)
+        took_s = engine.run("waits again", tokens)
+        assert took_s > 1.0
+        assert len(asked) < 6, asked
+        disk = driver.blocks._choice.tier_speed(Tier.NVME)
+        assert disk is not None
+        assert READ_BYTES_PER_S / 2 < disk.bytes_per_s < READ_BYTES_PER_S * 1.5
         driver.await_nothing_used()
     assert service.faults() == []
 

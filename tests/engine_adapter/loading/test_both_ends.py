@@ -1,0 +1,81 @@
+"""Pieces of a request that find no pages: they wait for them, as long as they are needed."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.copying.copier import Copier
+from engine_adapter.loading.both_ends import BothEnds
+from engine_adapter.loading.choice import LoadChoice
+from kvstore.client import Namespace, Session
+from kvstore.layout import Tier
+from kvstore.moves import Outcome
+
+BLOCKS, PIECE, BLOCK_TOKENS = 24, 4, 16
+
+
+class Store:
+    """Has every block in HBM, and slots for the leading blocks of a piece only, until there is `room`."""
+
+    def __init__(self) -> None:
+        self.room = False
+        self.asked: list[int] = []
+        self.hbm = SimpleNamespace(slot_bytes=1000)
+
+    def match(self, namespace: object, hashes: NDArray[np.uint64]) -> SimpleNamespace:
+        return SimpleNamespace(tiers=np.full(len(hashes), Tier.DRAM, dtype=np.uint8))
+
+    def acquire(
+        self, namespace: object, lease: int, hashes: NDArray[np.uint64], *, first: int
+    ) -> SimpleNamespace:
+        self.asked.append(first)
+        outcomes = np.full(len(hashes) - first, Outcome.HIT_HBM, dtype=np.uint8)
+        if not self.room:
+            outcomes[1:] = Outcome.NO_SLOT
+        grant = SimpleNamespace(outcomes=outcomes, hbm_slots=np.arange(first, len(hashes), dtype=np.uint32))
+        return SimpleNamespace(
+            done=lambda: True, error=None, result=lambda timeout_s: grant, abandon=lambda: None
+        )
+
+    def notify(self) -> None:
+        pass
+
+    def stage(self, **changes: object) -> None:
+        pass
+
+    def cancel(self, lease: int) -> None:
+        pass
+
+
+def test_a_piece_that_finds_no_page_waits_for_one() -> None:
+    """Where HBM had no page to spare for a piece, nothing more was loaded, and all before it was computed."""
+    store, now = Store(), [10.0]
+    choice = SimpleNamespace(piece_blocks=lambda blocks: PIECE, queued_bytes=lambda: 0)
+    both = BothEnds(
+        cast(Session, store),
+        cast(Copier, None),
+        cast(Namespace, SimpleNamespace(block_tokens=BLOCK_TOKENS)),
+        cast(LoadChoice, choice),
+        np.zeros((BLOCKS, 2), dtype=np.uint64),
+        0,
+        count(),
+        lambda: now[0],
+    )
+    for _ in range(5):
+        assert both.work()
+    first = list(store.asked)
+    assert first == [20, 16, 12]  # once each: not at every look
+    assert both.take(0).pieces == []
+    store.room = True
+    now[0] += 0.03
+    for _ in range(8):
+        both.work()
+    loaded = [loaded.piece for loaded in both.take(0).pieces]
+    assert sorted((piece.begin, piece.end) for piece in loaded) == [
+        (at, at + PIECE) for at in range(0, BLOCKS, PIECE)
+    ]
