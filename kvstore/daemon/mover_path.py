@@ -327,7 +327,7 @@ class MoverPath:
             if moves is None:
                 early = self.outstanding.early_room
                 moves = self._owner.store.take_moves(self.number, link.room, writes - taken, early)
-                taken += int(np.count_nonzero(moves["kind"] == MoveKind.WRITE))
+                taken += int(np.count_nonzero(moves["kind"] == MoveKind.WRITE)) if len(moves) else 0
             self._waiting_moves = None
             if not len(moves):
                 break

@@ -25,6 +25,7 @@ I64 = NDArray[np.int64]
 
 _SCALES = (0.5, 1.0, 2.0, 4.0)
 """Of the DRAM there is."""
+_SIZES = np.array(_SCALES)
 _SAMPLED = 4096
 _FIRST_RATE_BITS = 3  # of 8 blocks one; every bit more halves it
 _HALVED_AT = 1 << 18
@@ -140,9 +141,9 @@ class Shadow:
         self._turn += 1
         self._last[places[known]] = self._turn
         self._bytes[places[known]] = slot_bytes
-        fresh = list(dict.fromkeys(name for name, old in zip(listed, known.tolist(), strict=True) if not old))
-        if fresh:
-            self._insert(fresh, slot_bytes)
+        if not known.all():
+            new = [name for name, old in zip(listed, known.tolist(), strict=True) if not old]
+            self._insert(list(dict.fromkeys(new)), slot_bytes)
 
     def _count_hits(self, places: I64, weight: int) -> None:
         """Adds to the hits of each size. Blocks of a prompt that were last used together are counted head first."""
@@ -150,9 +151,8 @@ class Shadow:
         for turn in np.unique(used).tolist():
             mine = places[used == turn]
             later = int(self._bytes[self._last > turn].sum())
-            distances = weight * (later + np.cumsum(self._bytes[mine]))
-            for size, scale in enumerate(_SCALES):
-                self._hits[size] += weight * int(np.count_nonzero(distances <= scale * self.dram_bytes))
+            distances = weight * (later + np.cumsum(self._bytes[mine]))  # ascending
+            self._hits += weight * np.searchsorted(distances, self.dram_bytes * _SIZES, side="right")
 
     def _insert(self, names: list[int], slot_bytes: int) -> None:
         while (over := len(self._places) + len(names) - _SAMPLED) > 0 and not self._drop_oldest(over):

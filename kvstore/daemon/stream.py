@@ -191,7 +191,15 @@ class SessionStreams:
         session.post(grant=_grant_message(message.id, grant))
         fault("grant.sent")
         if self._store.sharing.allowed(session.id, namespace).counts:
-            self._owner.requests.asked(session, namespace, request.lease, hashes, now_ms)
+            # The answer leaves when this turn of the loop ends: what nobody waits for comes behind it.
+            note = self._note_asked
+            asyncio.get_running_loop().call_soon(note, session, namespace, request.lease, hashes, now_ms)
+
+    def _note_asked(
+        self, session: Session, namespace: NamespaceId, lease: int, hashes: U64, now_ms: int
+    ) -> None:
+        if self._owner.sessions.get(session.id) is session:
+            self._owner.requests.asked(session, namespace, lease, hashes, now_ms)
 
     def _step(self, session: Session, message: pb.ClientMessage) -> None:
         request = message.step

@@ -51,7 +51,7 @@ _Key = tuple[int, int, int, int]  # QueuedRequest.key
 class Prefetching:
     """What is brought up ahead, and when. Every call but `pump` is O(blocks of the request)."""
 
-    __slots__ = ("_busy_ms", "_evictor", "_pending", "_promoting", "_state", "_stuck", "turns")
+    __slots__ = ("_busy_ms", "_evictor", "_pending", "_promoting", "_served", "_state", "_stuck", "turns")
 
     def __init__(self, state: StoreState, evictor: Evictor, promoting: Promoting) -> None:
         self._state = state
@@ -62,6 +62,8 @@ class Prefetching:
         self._stuck: set[ClassKey] = set()
         """Where the last search for victims found none; the background lets the next one begin."""
         self._busy_ms = 0
+        self._served: list[tuple[U32, U64, int]] = []
+        """Prompts, and when they were served, that `turns` is to be told of: nobody waits for that behind an answer."""
         self.turns: NextTurns | None = None
         """Whose next turns are read ahead while nothing else is read or written; None: nobody's."""
 
@@ -95,7 +97,7 @@ class Prefetching:
             known = rows != NONE
             rows = rows if known.all() else rows[: int(known.argmin())]
             if len(rows):
-                self.turns.turn(rows, self._state.words(rows), self._state.now_ms)
+                self._served.append((rows, self._state.words(rows), self._state.now_ms))
         if queued.get(session.id, lease) is None or len(grant.reserve_slots) < reserve:
             return
         if (grant.outcomes < Outcome.PROMOTING).all():
@@ -137,6 +139,10 @@ class Prefetching:
 
         Strictly in order: while the next request finds no room, none behind it takes what it waits for.
         """
+        if self._served and self.turns is not None:
+            served, self._served = self._served, []
+            for rows, words, now_ms in served:
+                self.turns.turn(rows, words, now_ms)
         lacking = self._serve_who_asked()
         for key in list(self._pending):
             if key in lacking:
