@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.tables.spans import span_of
+
 __all__ = ["HeldSlots", "SlotRun"]
 
 U32 = NDArray[np.uint32]
@@ -92,18 +94,29 @@ class HeldSlots:
 
     def share(self, slots: U32) -> None:
         """One more local user of slots that are held, also of those that were dropped and not named as released yet."""
-        if len(slots):
+        if not len(slots):
+            return
+        span = span_of(slots, len(self.held))
+        if span is None:
             np.add.at(self.references, slots.astype(np.intp), _ONE)
             self._leaving[slots] = False
+        else:
+            self.references[span] += _ONE
+            self._leaving[span] = False
 
     def drop(self, slots: U32) -> bool:
         """One local user lets go. True: some slot has no user left and is to be released by a message."""
         if not len(slots):
             return False
-        np.subtract.at(self.references, slots.astype(np.intp), _ONE)
-        ended = slots[(self.references[slots] <= 0) & self.held[slots]]
-        self._leaving[ended] = True
+        span = span_of(slots, len(self.held))
+        if span is None:
+            np.subtract.at(self.references, slots.astype(np.intp), _ONE)
+            ended = slots[(self.references[slots] <= 0) & self.held[slots]]
+        else:
+            self.references[span] -= _ONE
+            ended = slots[(self.references[span] <= 0) & self.held[span]]
         if len(ended):
+            self._leaving[self._places(ended)] = True
             self._dropped.append(ended)
         return bool(len(ended))
 
@@ -122,11 +135,12 @@ class HeldSlots:
         slots = self._dropped[0] if len(self._dropped) == 1 else np.concatenate(self._dropped)
         if not (slots[1:] > slots[:-1]).all():
             slots = np.unique(slots)
-        slots = slots[self._leaving[slots]]
+        slots = slots[self._leaving[self._places(slots)]]
         slots, rest = slots[:limit], slots[limit:]
         self._dropped = [rest] if len(rest) else []
-        self._leaving[slots] = False
-        self.held[slots] = False
+        places = self._places(slots)
+        self._leaving[places] = False
+        self.held[places] = False
         return slots
 
     def statement(self, also: U32) -> SlotRun:
@@ -147,6 +161,12 @@ class HeldSlots:
         return lost[self.references[lost] > 0]
 
     def _hold(self, slots: U32, generations: U32) -> None:
-        self.generations[slots] = generations
-        self.held[slots] = True
-        self._leaving[slots] = False
+        places = self._places(slots)
+        self.generations[places] = generations
+        self.held[places] = True
+        self._leaving[places] = False
+
+    def _places(self, slots: U32) -> U32 | slice:
+        """What names these slots in a column: a slice where they are one run."""
+        span = span_of(slots, len(self.held))
+        return slots if span is None else span

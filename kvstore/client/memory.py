@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvstore.errors import FailedPrecondition, InvalidArgument
 from kvstore.layout import Columns, Tier, open_columns, read_shape
 from kvstore.tables.index import Index
+from kvstore.tables.spans import span_of
 from tiers.base import DeviceTier
 from tiers.dram import DramTier
 
@@ -104,7 +105,7 @@ class DramMemory:
 
     def reachable(self, slots: U32) -> NDArray[np.bool_]:
         """[n] slots that this process has mapped. O(n)."""
-        reachable: NDArray[np.bool_] = self._mapped[self._columns.pool(Tier.DRAM).extent[slots]]
+        reachable: NDArray[np.bool_] = self._mapped.take(self._columns.pool(Tier.DRAM).extent.take(slots))
         return reachable
 
     def address_of(self, slots: U32) -> U64:
@@ -215,7 +216,10 @@ class HbmMemory:
 
     def mapped(self, slots: U32) -> bool:
         """Whether this process can reach all of these slots. O(n)."""
-        return bool((slots < len(self._page_of)).all()) and bool((self._page_of[slots] >= 0).all())
+        span = span_of(slots, len(self._page_of))
+        if span is not None:
+            return bool((self._page_of[span] >= 0).all())
+        return bool((slots < len(self._page_of)).all()) and bool((self._page_of.take(slots) >= 0).all())
 
     def page_of(self, slots: U32) -> NDArray[np.int32]:
         """[n] page of each slot. O(n)."""
