@@ -105,7 +105,7 @@ class Service:
         return self.config.socket
 
     def call(
-        self, method: str, request: object, *, service: str = "kvstore", timeout_s: float = 5.0
+        self, method: str, request: object, *, service: str = "kvstore", timeout_s: float = DEADLINE_S
     ) -> object:
         """One unary call."""
         return self.rpc.call(method, request, timeout_s, service=service)

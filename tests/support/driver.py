@@ -16,6 +16,7 @@ from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.blocks import block_bytes, expected
+from tests.support.daemon import DEADLINE_S
 from tests.support.worker import ALWAYS, BLOCK_TOKENS, PARTS, geometry
 
 __all__ = ["Driver", "attached"]
@@ -59,7 +60,7 @@ class Driver:
     def try_admit(self, request: RequestId) -> Admission | None:
         return self.blocks.admit(request, len(self.tokens[request]))
 
-    def admit(self, request: RequestId, timeout_s: float = 10.0) -> Admission:
+    def admit(self, request: RequestId, timeout_s: float = DEADLINE_S) -> Admission:
         """Asks until it is admitted; checks the cached pages."""
         deadline = time.monotonic() + timeout_s
         while (admission := self.try_admit(request)) is None:
@@ -101,7 +102,7 @@ class Driver:
         for block in range(blocks):
             assert expected(hashes[block], memory[pages[block]]), f"block {block} of {request} is wrong"
 
-    def run(self, name: str, tokens: list[int], *, timeout_s: float = 10.0) -> Admission:
+    def run(self, name: str, tokens: list[int], *, timeout_s: float = DEADLINE_S) -> Admission:
         """One request from beginning to end; afterwards its blocks are sealed and nothing is held for it."""
         request = self.enqueue(name, tokens)
         admission = self.admit(request, timeout_s)
@@ -117,7 +118,7 @@ class Driver:
         self.tokens.pop(request, None)
         self.blocks.end_step()
 
-    def settle(self, timeout_s: float = 10.0) -> None:
+    def settle(self, timeout_s: float = DEADLINE_S) -> None:
         """Every seal is answered and every copy reported."""
         deadline = time.monotonic() + timeout_s
         while not self.session.quiet() or self.blocks.write_through.backlog_blocks:
@@ -131,7 +132,7 @@ class Driver:
         token_name = self.session.name
         return next(s for s in self.client.stats().sessions if s.name == token_name)
 
-    def await_nothing_used(self, timeout_s: float = 10.0) -> None:
+    def await_nothing_used(self, timeout_s: float = DEADLINE_S) -> None:
         """The daemon agrees that nothing but the slots in hand is held."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -161,7 +162,7 @@ def attached(
     """An engine attached to the daemon at `socket`, with so many pages of 16 KiB."""
     shape = geometry()
     spec = DeviceSpec(hbm_bytes=pages * shape.slot_bytes, index=device)
-    with connect(socket, timeout_s=10.0) as client, client.attach(name, shape, spec) as session:
+    with connect(socket, timeout_s=DEADLINE_S) as client, client.attach(name, shape, spec) as session:
         copier = copier or TwinCopier()
         try:
             yield Driver(

@@ -76,7 +76,7 @@ def test_a_request_beyond_the_slots_in_hand_ends_when_the_daemon_stays_away(
         engine.release(small)
         with started(config):
             wait_for("the next daemon", lambda: engine.blocks.wait(0.01) or engine.session.available)
-            assert engine.run("large again", large, timeout_s=20).cached_tokens == 0
+            assert engine.run("large again", large).cached_tokens == 0
     said = [record.getMessage() for record in caplog.records if record.name == "kvstore.worker"]
     assert [text.split(" after")[0] for text in said] == [
         "the daemon is away: going on without a cache, in the slots in hand",

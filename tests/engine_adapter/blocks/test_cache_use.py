@@ -38,7 +38,7 @@ def run(service: Service, tokens: list[int], use: CacheUse = CacheUse.ON) -> int
     """Tokens of a prompt that a new engine finds cached; what it computed is stored as far as it may be."""
     device = DeviceSpec(hbm_bytes=64 * geometry().slot_bytes)
     with (
-        connect(service.socket, timeout_s=10.0) as client,
+        connect(service.socket, timeout_s=30.0) as client,
         client.attach("engine", geometry(), device, use=use) as session,
     ):
         copier = TwinCopier()
@@ -75,7 +75,7 @@ def test_an_engine_uses_of_the_cache_what_it_says(
 def test_a_pause_loses_nothing_in_any_tier(service: Service) -> None:
     tokens = prompt(30)
     run(service, tokens)
-    with connect(service.socket, timeout_s=10.0) as client:
+    with connect(service.socket, timeout_s=30.0) as client:
         client.flush()  # an empty queue is not yet the end of what was taken from it
     before = {tier.tier: tier.sealed_slots for tier in service.stats().tiers}
     pause(socket=service.socket)
@@ -90,7 +90,7 @@ def test_a_pause_loses_nothing_in_any_tier(service: Service) -> None:
 def test_what_a_session_allows_itself_holds_over_a_restart_of_the_daemon(service: Service) -> None:
     device = DeviceSpec(hbm_bytes=64 * geometry().slot_bytes)
     with (
-        connect(service.socket, timeout_s=10.0) as client,
+        connect(service.socket, timeout_s=30.0) as client,
         client.attach("engine", geometry(), device, use=CacheUse.READ) as session,
     ):
         service.kill_daemon()

@@ -253,7 +253,7 @@ def test_a_new_session_waits_for_a_load_of_the_lost_one(tmp_path: Path) -> None:
                 assert not engine.session.connected
                 time.sleep(0.02)
             copier.step(100)
-            engine.run("cold", tokens, timeout_s=20)
+            engine.run("cold", tokens)
             engine.run("again", tokens)  # the first was named by a key that was lost with the daemon
             assert engine.run("warm", tokens).cached_tokens == CACHED * B
             engine.await_nothing_used()

@@ -35,7 +35,7 @@ def cached(service: Service, parts: Mapping[str, bytes]) -> dict[str, int]:
     """Cached tokens by tier of the prompt, for a new engine that states these parts; it leaves the prompt cached."""
     shape = geometry()
     device = DeviceSpec(hbm_bytes=256 * shape.slot_bytes)
-    with connect(service.socket, timeout_s=10.0) as client, client.attach("one", shape, device) as session:
+    with connect(service.socket, timeout_s=30.0) as client, client.attach("one", shape, device) as session:
         copier = TwinCopier()
         try:
             engine = Driver(client, session, copier, parts=parts)

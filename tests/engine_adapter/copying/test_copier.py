@@ -69,11 +69,11 @@ class Gate:
         self.reached = threading.Event()
         self._transfer = Transfer(rig, direction, 1)
         rig.copier.submit(self._transfer.batch(done=self._wait))
-        assert self.reached.wait(5)
+        assert self.reached.wait(30)
 
     def _wait(self) -> None:
         self.reached.set()
-        assert self._open.wait(5)
+        assert self._open.wait(30)
 
     def open(self) -> None:
         self._open.set()
@@ -90,7 +90,7 @@ def test_bytes_arrive_before_the_completion(rig: Rig, direction: Direction) -> N
         transfer.done.set()
 
     assert rig.copier.submit(transfer.batch(done=completed))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert equal == [True]
 
 
@@ -103,7 +103,7 @@ def test_each_direction_keeps_its_order(rig: Rig, direction: Direction) -> None:
         assert rig.copier.submit(
             transfer.batch(i, i + 1, done=lambda i=i, done=done: (order.append(i), done())[0])
         )
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert order == list(range(7))
     assert transfer.arrived()
 
@@ -117,7 +117,7 @@ def test_both_directions_run_and_may_submit_from_a_completion(rig: Rig) -> None:
             assert rig.copier.submit(way.batch(3, 6))
 
         assert rig.copier.submit(way.batch(0, 3, done=then))
-    assert all(way.done.wait(5) for way in ways)
+    assert all(way.done.wait(30) for way in ways)
     assert all(way.arrived() for way in ways)
     stats = rig.copier.stats()
     assert (stats.loaded_blocks, stats.stored_blocks, stats.waiting_blocks) == (6, 6, 0)
@@ -130,18 +130,18 @@ def test_what_is_under_way_is_bounded(rig: Rig, direction: Direction) -> None:
     assert rig.copier.submit(transfer.batch())
     assert not rig.copier.submit(transfer.batch(0, 1))
     gate.open()
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert rig.copier.stats().waiting_blocks == 0
     again = Transfer(rig, direction, 1)
     assert rig.copier.submit(again.batch())
-    assert again.done.wait(5)
+    assert again.done.wait(30)
 
 
 @DIRECTIONS
 def test_a_batch_larger_than_the_bound_is_taken_alone(rig: Rig, direction: Direction) -> None:
     transfer = Transfer(rig, direction, 20)
     assert rig.copier.submit(transfer.batch())
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert transfer.arrived()
 
 
@@ -149,7 +149,7 @@ def test_a_batch_larger_than_the_bound_is_taken_alone(rig: Rig, direction: Direc
 def test_a_batch_of_no_blocks_completes(rig: Rig, direction: Direction) -> None:
     transfer = Transfer(rig, direction, 1)
     assert rig.copier.submit(transfer.batch(0, 0))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert not transfer.arrived()
 
 
@@ -192,7 +192,7 @@ def test_a_completion_that_fails_does_not_end_the_copier(rig: Rig, caplog: pytes
 
     rig.copier.submit(transfer.batch(0, 1, done=fail))
     rig.copier.submit(transfer.batch(1, 2))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert "a completion failed" in caplog.text
 
 
@@ -263,7 +263,7 @@ def test_groups_come_in_order_each_with_its_slice_of_all_blocks(rig: Rig, groups
         transfer.done.set()
 
     assert rig.copier.submit(in_groups(transfer, groups, came, completed))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert events == [*range(groups), "done"]
     assert all(whole)
     assert transfer.arrived()
@@ -274,7 +274,7 @@ def test_a_whole_batch_hears_of_no_group(rig: Rig) -> None:
     transfer = Transfer(rig, Direction.LOAD, 3)
     came: list[int] = []
     assert rig.copier.submit(in_groups(transfer, 1, came.append))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert came == []
 
 
@@ -303,12 +303,12 @@ def test_a_load_in_groups_is_taken_back_before_it_begins_and_not_after(rig: Rig)
     assert all(rig.copier.submit(batch) for batch in queued)
     assert rig.copier.cancel(queued[-1])
     gate.open()
-    assert transfers[4].done.wait(5)
+    assert transfers[4].done.wait(30)
     late: list[bool] = []
     last = Transfer(rig, Direction.LOAD, 3)
     batch = in_groups(last, 4, lambda _: late.append(rig.copier.cancel(batch)))
     assert rig.copier.submit(batch)
-    assert last.done.wait(5)
+    assert last.done.wait(30)
     assert came == [i for i in range(5) for _ in range(4)]
     assert not transfers[5].target.read().any()
     assert late == [False] * 4
@@ -324,7 +324,7 @@ def test_a_group_whose_completion_fails_does_not_end_the_load(
         raise ValueError("a bug of the caller")
 
     assert rig.copier.submit(in_groups(transfer, 2, fail))
-    assert transfer.done.wait(5)
+    assert transfer.done.wait(30)
     assert transfer.arrived()
     assert caplog.text.count("the completion of a group failed") == 2
 
@@ -344,7 +344,7 @@ def test_batches_of_a_copier_that_fails_are_given_up_at_once(monkeypatch: pytest
 
     def copy(self: TwinCopier, batch: CopyBatch, begin: int, end: int) -> None:
         began.set()
-        assert go.wait(5)
+        assert go.wait(30)
         raise OSError("the memory is gone")
 
     with twin_rig() as rig:
@@ -355,7 +355,7 @@ def test_batches_of_a_copier_that_fails_are_given_up_at_once(monkeypatch: pytest
         for number, transfer in enumerate((loads[0], stores[0], loads[1], stores[1])):
             batch = transfer.batch(done=lambda number=number: ended.append(number))  # type: ignore[misc]
             assert rig.copier.submit(replace(batch, failed=lambda number=number: failed.append(number)))  # type: ignore[misc]
-        assert began.wait(5)
+        assert began.wait(30)
         go.set()
         until = time.monotonic() + 5
         while len(failed) < 4:

@@ -43,7 +43,7 @@ def options(store: Path | None, devices: int, **flags: str) -> EngineOptions:
     given = {"load_format": "dummy", "model": "llama-tiny", "hbm": "16MiB", "threads": "1", "device": "cpu"}
     given |= {"tensor_parallel": str(devices), **flags}
     config = load_settings({f"worker.{name}": value for name, value in given.items()}).config
-    return EngineOptions(worker=config.worker, store=store, deterministic=False, timeout_s=10.0)
+    return EngineOptions(worker=config.worker, store=store, deterministic=False, timeout_s=30.0)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def service(folder: Path, *flags: str) -> Iterator[Path]:
 
 def is_ready(path: Path) -> bool:
     try:
-        with connect(path, timeout_s=2.0) as client:
+        with connect(path, timeout_s=30.0) as client:
             return client.stats().ready
     except KvstoreError:
         return False

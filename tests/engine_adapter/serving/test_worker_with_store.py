@@ -54,7 +54,7 @@ def service(folder: Path) -> Iterator[Path]:
         subprocess.Popen(command, stdout=log, stderr=log) as keeper,
     ):
         try:
-            with connect(path, timeout_s=2.0) as client:
+            with connect(path, timeout_s=30.0) as client:
                 until(lambda: client.stats().ready)
             yield path
         finally:
@@ -109,7 +109,7 @@ def ask(worker: Path, max_tokens: int, prompt: str = PROMPT) -> Result:
 def test_a_daemon_that_dies_while_an_answer_is_given_is_not_noticed(service: Path, worker: Path) -> None:
     """A daemon's death in the middle of an answer ended the answer, or the engine with it."""
     cold = ask(worker, 300)
-    with connect(service, timeout_s=2.0) as client, WorkerConnection(worker, timeout_s=WAIT_S) as connection:
+    with connect(service, timeout_s=30.0) as client, WorkerConnection(worker, timeout_s=WAIT_S) as connection:
         before = client.describe()
         events = connection.ask(request(300))
         assert isinstance(next(events), str)
@@ -126,7 +126,7 @@ def test_a_daemon_that_dies_while_an_answer_is_given_is_not_noticed(service: Pat
 def test_a_stopped_daemon_stalls_no_answer(service: Path, worker: Path) -> None:
     """A decode step waited for a daemon that did not answer."""
     ask(worker, 1)
-    with connect(service, timeout_s=2.0) as client, WorkerConnection(worker, timeout_s=WAIT_S) as connection:
+    with connect(service, timeout_s=30.0) as client, WorkerConnection(worker, timeout_s=WAIT_S) as connection:
         pid = client.describe().pid
         events = connection.ask(request(400))
         assert isinstance(next(events), str)

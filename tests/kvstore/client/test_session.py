@@ -81,7 +81,7 @@ def seals_of(
 
 def store(session: Session, namespace: Namespace, hashes: NDArray[np.uint64]) -> None:
     """Fills, seals and lets go."""
-    grant = session.acquire(namespace, 1, hashes).result(5)
+    grant = session.acquire(namespace, 1, hashes).result(30)
     assert set(grant.outcomes.tolist()) == {Outcome.MISS}
     session.step(seals=seals_of(namespace, hashes, grant.hbm_slots, grant.hbm_generations))
     wait_for("the seals", session.quiet)
@@ -175,7 +175,7 @@ def test_namespaces_are_opened_once_and_are_apart(session: Session) -> None:
         assert not (hashes == namespace.chain(tokens).hashes).any()
         # Not even the other's hashes are a hit under this name.
         assert session.match(other, namespace.chain(tokens).hashes).hits == 0
-        grant = session.acquire(other, 3, namespace.chain(tokens).hashes).result(5)
+        grant = session.acquire(other, 3, namespace.chain(tokens).hashes).result(30)
         assert set(grant.outcomes.tolist()) == {Outcome.MISS}
         session.step(dropped_hbm=grant.hbm_slots)
     with pytest.raises(InvalidArgument, match="weights"):
@@ -192,12 +192,12 @@ def test_a_chain_that_one_message_cannot_name_is_refused_here(session: Session) 
 def test_an_acquire_beyond_the_pool_says_no_slot(session: Session) -> None:
     namespace = session.open_namespace(PARTS)
     grant = session.acquire(namespace, 1, chain(namespace, PAGES + 4))
-    outcomes = grant.result(5).outcomes
+    outcomes = grant.result(30).outcomes
     assert outcomes[-1] == Outcome.NO_SLOT
     grant.abandon()
     session.step()
     whole = session.acquire(namespace, 2, chain(namespace, PAGES - 2))
-    assert set(whole.result(5).outcomes.tolist()) == {Outcome.MISS}
+    assert set(whole.result(30).outcomes.tolist()) == {Outcome.MISS}
     whole.abandon()
 
 
@@ -208,7 +208,7 @@ def test_the_tables_are_read_only(session: Session) -> None:
 
 def test_pages_slots_and_addresses_agree(session: Session) -> None:
     namespace = session.open_namespace(PARTS)
-    grant = session.acquire(namespace, 1, chain(namespace, 5)).result(5)
+    grant = session.acquire(namespace, 1, chain(namespace, 5)).result(30)
     pages = session.hbm.page_of(grant.hbm_slots)
     assert session.hbm.slot_of(pages).tolist() == grant.hbm_slots.tolist()
     base = session.hbm.pages.ctypes.data
@@ -243,7 +243,7 @@ def test_a_session_without_hbm(client: Client) -> None:
         namespace = session.open_namespace(PARTS)
         with pytest.raises(FailedPrecondition):
             _ = session.hbm
-        assert session.acquire(namespace, 1, chain(namespace, 4)).result(5).outcomes.tolist() == [0, 0, 0, 0]
+        assert session.acquire(namespace, 1, chain(namespace, 4)).result(30).outcomes.tolist() == [0, 0, 0, 0]
 
 
 def test_too_many_sessions_are_refused(service: Service, client: Client) -> None:
@@ -267,7 +267,7 @@ def test_what_was_staged_is_told_before_the_session_ends(service: Service, clien
         session = attach(client, f"last words {i}")
         namespace = session.open_namespace(PARTS)
         hashes = chain(namespace, 4)
-        grant = session.acquire(namespace, 1, hashes).result(5)
+        grant = session.acquire(namespace, 1, hashes).result(30)
         session.stage(seals=seals_of(namespace, hashes, grant.hbm_slots, grant.hbm_generations))
         session.close()
         with attach(client, "reader") as reader:
@@ -289,7 +289,7 @@ def test_what_is_released_behind_a_seal_is_drained_too(
     monkeypatch.setattr(session._state, "next_message", slow)
     namespace = session.open_namespace(PARTS)
     hashes = chain(namespace, 6)
-    grant = session.acquire(namespace, 1, hashes).result(5)
+    grant = session.acquire(namespace, 1, hashes).result(30)
     seals = seals_of(namespace, hashes, grant.hbm_slots, grant.hbm_generations)
     session.stage(seals=seals, dropped_hbm=grant.hbm_slots)
     assert session.drain(30)
@@ -300,7 +300,7 @@ def test_what_is_released_behind_a_seal_is_drained_too(
 def test_close_is_idempotent_and_frees_everything(service: Service, client: Client) -> None:
     session = attach(client, "closed", credit=8, room=8)
     namespace = session.open_namespace(PARTS)
-    session.acquire(namespace, 1, chain(namespace, 5)).result(5)
+    session.acquire(namespace, 1, chain(namespace, 5)).result(30)
     session.close()
     session.close()
     assert "closed" not in [s.name for s in service.stats().sessions]
@@ -325,11 +325,11 @@ def test_a_restart_while_nobody_waits_is_survived(tmp_path: Path) -> None:
         namespace = session.open_namespace(PARTS)
         hashes = chain(namespace, 6)
         store(session, namespace, hashes)
-        held = session.acquire(namespace, 2, hashes).result(5)
+        held = session.acquire(namespace, 2, hashes).result(30)
         for _ in range(3):
             service.kill_daemon()
         wait_for("the stream", lambda: session.connected)
-        again = session.acquire(namespace, 3, hashes).result(10)
+        again = session.acquire(namespace, 3, hashes).result(30)
         assert again.hbm_slots.tolist() == held.hbm_slots.tolist()
         assert set(again.outcomes.tolist()) == {Outcome.HIT_HBM}
         assert session.poll() is not None

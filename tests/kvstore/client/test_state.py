@@ -439,7 +439,7 @@ def test_changed_leases_wake_whoever_waits() -> None:
     rig.state.poll()
     assert not rig.state.wait(0.01)
     rig.answer(changed=pb.Changed(leases=[4, 5]))
-    assert rig.state.wait(5)
+    assert rig.state.wait(30)
     assert rig.state.poll() == [Changed(leases=(4, 5))]
 
 

@@ -80,7 +80,7 @@ def finish(client: RawClient) -> None:
     client.connect()
     if client.attached is not None:
         with contextlib.suppress(grpc.RpcError):
-            client.stub.Detach(pb.DetachRequest(token=client.token), timeout=5.0, wait_for_ready=True)
+            client.stub.Detach(pb.DetachRequest(token=client.token), timeout=30, wait_for_ready=True)
     client.close()
 
 

@@ -71,7 +71,7 @@ def test_a_bad_attach_is_refused(
     request = attach_request()
     change(request)
     stub = client().stub
-    assert code_of(lambda: stub.Attach(request, timeout=5)) is code
+    assert code_of(lambda: stub.Attach(request, timeout=30)) is code
 
 
 def test_a_resume_with_odd_arrays_is_refused(client: Make) -> None:
@@ -81,7 +81,7 @@ def test_a_resume_with_odd_arrays_is_refused(client: Make) -> None:
         pb.Resume(token=one.token, dram_slots=bytes(3), dram_generations=bytes(3)),
     ):
         request = attach_request(resume=resume)
-        code = code_of(lambda request=request: one.stub.Attach(request, timeout=5))  # type: ignore[misc]
+        code = code_of(lambda request=request: one.stub.Attach(request, timeout=30))  # type: ignore[misc]
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -90,7 +90,7 @@ def test_a_namespace_needs_its_parts_once(client: Make) -> None:
     parts = namespace_parts()
     for bad in (parts[1:], [*parts, parts[0]], [*parts, pb.NamespacePart(tag="colour", value=b"red")]):
         request = pb.OpenNamespaceRequest(token=one.token, parts=bad)
-        code = code_of(lambda request=request: one.stub.OpenNamespace(request, timeout=5))  # type: ignore[misc]
+        code = code_of(lambda request=request: one.stub.OpenNamespace(request, timeout=30))  # type: ignore[misc]
         assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert one.namespace() == one.namespace()
 
@@ -103,7 +103,7 @@ def test_tokens_are_checked_by_every_call(client: Make) -> None:
             (one.stub.OpenNamespace, pb.OpenNamespaceRequest(token=token, parts=namespace_parts())),
             (one.stub.Explain, pb.ExplainRequest(token=token)),
         ):
-            code = code_of(lambda call=call, request=request: call(request, timeout=5))  # type: ignore[misc]
+            code = code_of(lambda call=call, request=request: call(request, timeout=30))  # type: ignore[misc]
             assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -209,7 +209,7 @@ def test_a_flood_of_garbage_is_not_answered_without_end(client: Make, service: S
     wait_for("all", lambda: service.stats().counters["descriptor_refusals_total"] - refused == sent == 2000)
     assert service.log.read_text().count("refused") - logged <= 5 * 4, "five lines in ten seconds"
     answers = 0
-    one.connection.settimeout(0.5)
+    one.connection.settimeout(2.0)
     with contextlib.suppress(TimeoutError):
         while isinstance(one.receive_descriptor(), wire.Refused):
             answers += 1
@@ -238,11 +238,11 @@ def test_bad_hbm_is_refused(client: Make, fd_bytes: int, message: wire.NewHbm) -
     fd = create_memfd("bad", fd_bytes) if fd_bytes else os.memfd_create("bad")
     if not fd_bytes:
         os.truncate(fd, 4 * SLOT_BYTES)
-    before = one.stub.Stats(pb.StatsRequest(), timeout=5).tiers[0].allocated_bytes
+    before = one.stub.Stats(pb.StatsRequest(), timeout=30).tiers[0].allocated_bytes
     wire.send(one.connection, message, [fd])
     os.close(fd)
     assert isinstance(one.receive_descriptor(), wire.Refused)
-    assert one.stub.Stats(pb.StatsRequest(), timeout=5).tiers[0].allocated_bytes == before
+    assert one.stub.Stats(pb.StatsRequest(), timeout=30).tiers[0].allocated_bytes == before
 
 
 def test_hbm_beyond_the_devices_bound_is_refused(client: Make, service: Service) -> None:

@@ -41,7 +41,7 @@ def health(service: Service, name: str) -> int:
 def flipped(one: Engine, hashes, block: int) -> None:  # type: ignore[no-untyped-def]
     """One bit of a block in DRAM changes, as it does where memory is bad."""
     pending = one.session.acquire(one.namespace, 1, hashes)
-    grant = pending.result(10.0)
+    grant = pending.result(30)
     assert grant.outcomes[block] == Outcome.HIT_DRAM
     one.session.dram.view(int(grant.dram_slots[block]))[12_345] ^= 4
     pending.abandon()
@@ -54,7 +54,7 @@ def serve_until_found(service: Service, one: Engine, hashes) -> None:  # type: i
     def serve() -> bool:
         for block in range(len(hashes)):
             pending = one.session.acquire(one.namespace, 1, hashes[block : block + 1])
-            pending.result(10.0)
+            pending.result(30)
             pending.abandon()
             one.session.step()
         return counter(service, "wrong_blocks") > 0

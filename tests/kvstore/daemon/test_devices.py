@@ -91,7 +91,7 @@ def leave_orphans(service: Service, worker: Callable[[], RawClient]) -> None:
 
 
 def detach(one: RawClient) -> None:
-    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=30)
 
 
 def test_gpus_are_shown(gpu_service: Service, gpus: Gpus) -> None:
@@ -100,7 +100,7 @@ def test_gpus_are_shown(gpu_service: Service, gpus: Gpus) -> None:
     assert (first.memory_total_bytes, first.memory_free_bytes) == (100 << 30, 70 << 30)
     assert (first.numa_node, list(first.links)) == (-1, [0, 30]), "no answer of the library is no error"
     assert (second.ecc_uncorrected, list(second.links)) == (0, [30, 0])
-    with urlopen(f"http://127.0.0.1:{gpu_service.config.metrics_port}/metrics", timeout=5) as answer:
+    with urlopen(f"http://127.0.0.1:{gpu_service.config.metrics_port}/metrics", timeout=30) as answer:
         lines = dict(line.rpartition(" ")[::2] for line in answer.read().decode().splitlines())
     assert float(lines['kvstore_gpu_memory_free_bytes{gpu="GPU-b"}']) == 70 << 30
     shown = run("status", "--socket", gpu_service.socket).stdout

@@ -69,7 +69,7 @@ class Rig:
             health = health_pb2_grpc.HealthStub(channel)
             folder = self.service.config.nvme[0].path
             told = [
-                health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status
+                health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30).status
                 for name in ("kvstore.v1.Kvstore", f"nvme:{folder}")
             ]
         return told[0] == _SERVING, told[1] == _SERVING

@@ -87,7 +87,7 @@ def test_a_service_whose_path_is_paused_ends_soon(place: Path) -> None:
         began_s = time.monotonic()
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(DEADLINE_S) == 0, service.tail()
-        assert time.monotonic() - began_s < 10.0, "the drain's deadline is 30 s"
+        assert time.monotonic() - began_s < 25.0, "the drain's deadline is 30 s"
 
 
 def test_a_full_file_system_keeps_the_slabs_that_it_has(place: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_hung_disk_is_a_miss_soon_and_the_other_disk_goes_on(place: Path) -> N
             began_s = time.monotonic()
             evict_memory(service, one)
             outcomes = [one.acquire(hashes, lease=40 + n).outcomes for n, hashes in enumerate(chains)]
-            assert time.monotonic() - began_s < 5.0
+            assert time.monotonic() - began_s < DEADLINE_S
             assert any(pb.OUTCOME_MISS in told for told in outcomes)
             _into_dram(one, range(95_000, 95_000 + 4 * BLOCKS))
             assert service.stats().counters["nvme_hangs_total"] == 1

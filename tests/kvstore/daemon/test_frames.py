@@ -102,7 +102,7 @@ def test_a_peer_that_reads_nothing_loses_its_stream_only(client: Make, service: 
                 number += 1
                 body = pb.Acquire(namespace=ns.namespace, lease=number, hashes=hashes)
                 sock.sendall(frame(pb.ClientMessage(id=number, acquire=body).SerializeToString()))
-    assert service.stats().counters["streams_overflowed_total"] == before + 1
+    wait_for("a count", lambda: service.stats().counters["streams_overflowed_total"] == before + 1)
     wait_for("lost", lambda: service.stats().sessions[0].state == "lost")
     other = client().begin(hbm_slots=0)
     assert other.acquire(other.chain(range(20))).outcomes

@@ -85,7 +85,7 @@ def test_wrong_hbm_that_somebody_holds_is_shared_with_nobody(service: Service, c
 def test_orphans_of_another_boot_or_driver_are_dropped(service: Service, client: Make) -> None:
     one = client().begin()
     hashes, _ = one.fill(range(16))
-    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=30)
     assert service.tier("hbm").orphan_slots == len(hashes)
     other = client()
     other.attach(device=pb.Device(identity="another boot"))
@@ -97,7 +97,7 @@ def test_orphans_that_go_together_are_one_line(service: Service, client: Make) -
     one = client().begin()
     for _ in range(3):
         one.give_hbm(4)
-    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=30)
     before = service.log.read_text().count("hbm dropped")
     release(service)
     log = service.log.read_text()
@@ -123,6 +123,6 @@ def test_status_tells_of_devices(service: Service, client: Make) -> None:
     (device,) = service.stats().devices
     assert (device.index, device.kind, device.uuid) == (0, pb.DEVICE_KIND_TWIN, "")
     assert (device.owned_bytes, device.orphan_bytes, device.plain_bytes) == (4 * 16384, 0, 0)
-    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+    one.stub.Detach(pb.DetachRequest(token=one.token), timeout=30)
     wait_for("an orphan", lambda: service.stats().devices[0].orphan_bytes == 4 * 16384)
     assert TwinDevice().identity.startswith("twin ")

@@ -47,7 +47,7 @@ def test_workers_that_start_at_once_make_one_pool(
         barrier, pages = threading.Barrier(3), []
 
         def work(name: str, barrier: threading.Barrier, pages: list[int]) -> None:
-            with connect(service.socket, timeout_s=10.0) as own:
+            with connect(service.socket, timeout_s=30.0) as own:
                 barrier.wait(10)
                 with own.attach(name, GEOMETRY, device) as session:
                     barrier.wait(10)
@@ -75,7 +75,7 @@ class Pair:
         self.members = 2
         self._device = TwinDevice()
         self.uuids, self.identities = [self._device.uuid], [self._device.identity]
-        self.memory = MemberMemory(Shard(member=1, members=2), hbm_bytes, self._device, timeout_s=10.0)
+        self.memory = MemberMemory(Shard(member=1, members=2), hbm_bytes, self._device, timeout_s=30.0)
         self._thread = threading.Thread()
 
     def join(self, path: str, token: bytes, slot_bytes: int, device: int) -> None:
@@ -98,7 +98,7 @@ def test_twins_of_all_shards_count(tmp_path: Path) -> None:
     """Of two shards in one host's memory the device showed one, and the most that it may have held for one."""
     shard_bytes = PAGES * SLOT_BYTES // 2
     config = replace(small_config(tmp_path), hbm_bytes=2 * shard_bytes)
-    with started(config) as service, connect(service.socket, timeout_s=10.0) as client:
+    with started(config) as service, connect(service.socket, timeout_s=30.0) as client:
         pair = Pair(shard_bytes)
         with client.attach("two", GEOMETRY, DeviceSpec(hbm_bytes=shard_bytes), group=pair):
             (device,) = service.stats().devices

@@ -262,7 +262,7 @@ def test_a_kill_while_blocks_go_down(place: Path, point: str) -> None:
 
 
 def _flushed(service: Service) -> pb.FlushReply | None:
-    reply = service.call("Flush", pb.FlushRequest(deadline_ms=5000), timeout_s=10)
+    reply = service.call("Flush", pb.FlushRequest(deadline_ms=5000), timeout_s=30.0)
     assert isinstance(reply, pb.FlushReply)
     return reply if not reply.pending_blocks else None
 

@@ -40,7 +40,7 @@ def config_of(place: Path, mib: int, **changes: object) -> ServeConfig:
 def ask(service: Service, tier: str, mib: int, path: str = "") -> pb.ResizeReply:
     """One call."""
     request = pb.ResizeRequest(tier=tier, path=path, capacity_bytes=mib * MIB)
-    reply = service.call("Resize", request, service="admin", timeout_s=10)
+    reply = service.call("Resize", request, service="admin", timeout_s=30.0)
     assert isinstance(reply, pb.ResizeReply)
     return reply
 
@@ -82,7 +82,7 @@ def outcomes(one: RawClient, hashes: np.ndarray) -> list[int]:
 
 
 def flushed(service: Service) -> bool:
-    reply = service.call("Flush", pb.FlushRequest(deadline_ms=5000), timeout_s=10)
+    reply = service.call("Flush", pb.FlushRequest(deadline_ms=5000), timeout_s=30.0)
     assert isinstance(reply, pb.FlushReply)
     return not reply.pending_blocks
 

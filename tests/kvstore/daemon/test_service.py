@@ -96,7 +96,7 @@ def test_the_longest_path_of_a_socket_works_for_all_of_its_sockets(place: Path) 
             RawClient(service.socket, transport).begin().close()
         with grpc.insecure_channel(f"unix:{socket_path}.admin") as channel:
             admin = kvstore_pb2_grpc.AdminStub(channel)
-            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=5).faults
+            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=30).faults
     for refused in (
         lambda: replace(small_config(place), socket=f"{socket_path}s"),
         lambda: connect(f"{socket_path}s"),
@@ -108,12 +108,12 @@ def test_the_longest_path_of_a_socket_works_for_all_of_its_sockets(place: Path) 
 def test_health_and_description(service: Service) -> None:
     with grpc.insecure_channel(f"unix:{service.socket}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
-            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=30)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=5)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
     described = service.describe()
@@ -172,7 +172,7 @@ def test_a_second_signal_ends_at_once(place: Path) -> None:
         time.sleep(0.2)
         assert service.process.poll() is None, "it waits for the disk"
         service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(5) == 0
+        assert service.process.wait(30) == 0
         one.close()
 
 
@@ -181,7 +181,7 @@ def test_metrics_are_served_on_loopback(place: Path) -> None:
     with started(replace(small_config(place), metrics_port=port)) as service:
         one = RawClient(service.socket).begin()
         one.fill(range(40))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             text = reply.read().decode()
         assert 'kvstore_tier_sealed_slots{tier="hbm"} 10.0' in text
         assert 'kvstore_sessions{state="attached"} 1.0' in text
@@ -189,7 +189,7 @@ def test_metrics_are_served_on_loopback(place: Path) -> None:
         for gauge in ("moves_in_flight", "queued_reads", "queued_writes"):
             assert f"kvstore_{gauge} 0.0" in text
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=30)
         one.close()
 
 
@@ -211,17 +211,17 @@ def test_tcp_serves_and_admin_is_not_there(place: Path) -> None:
     port = free_port()
     with started(replace(small_config(place), tcp=f"127.0.0.1:{port}")):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stats = kvstore_pb2_grpc.KvstoreStub(channel).Stats(pb.StatsRequest(), timeout=5)
+            stats = kvstore_pb2_grpc.KvstoreStub(channel).Stats(pb.StatsRequest(), timeout=30)
             assert stats.ready
             admin = kvstore_pb2_grpc.AdminStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
-                admin.Clear(pb.ClearRequest(), timeout=5)
+                admin.Clear(pb.ClearRequest(), timeout=30)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         own = place / "kv.sock.admin"
         assert stat.S_IMODE(own.stat().st_mode) == 0o600
         with grpc.insecure_channel(f"unix:{own}") as channel:
             admin = kvstore_pb2_grpc.AdminStub(channel)
-            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=5).faults
+            assert not admin.CheckIntegrity(pb.CheckIntegrityRequest(), timeout=30).faults
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_drain_does_not_wait_for_a_disk_that_is_out_of_service(place: Path) ->
             began_s = time.monotonic()
             os.kill(service.keeper_pid, signal.SIGTERM)
             assert service.process.wait(DEADLINE_S) == 0
-            assert time.monotonic() - began_s < 8.0
+            assert time.monotonic() - began_s < 20.0
             assert "flushed durable=0 left=" in service.log.read_text()
         finally:
             os.kill(mover, signal.SIGKILL)
@@ -344,26 +344,26 @@ def test_pin_explain_and_leases(client: Make, service: Service) -> None:
     hashes, _ = one.fill(range(40))
     longer = one.chain(range(48))
     request = pb.ExplainRequest(token=one.token, namespace=one.ns.namespace, hashes=longer.tobytes())
-    told = one.stub.Explain(request, timeout=5)
+    told = one.stub.Explain(request, timeout=30)
     assert (told.cached_blocks, told.cause, dict(told.blocks_by_tier)) == (10, "never stored", {"hbm": 10})
     pin = pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), ttl_s=60, owner="ops")
-    assert one.admin.Pin(pin, timeout=5).pinned_blocks == 10
+    assert one.admin.Pin(pin, timeout=30).pinned_blocks == 10
     assert [(pin.owner, pin.blocks) for pin in service.stats().pins] == [("ops", 10)]
     unpin = pb.UnpinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes(), owner="somebody else")
-    assert one.admin.Unpin(unpin, timeout=5).unpinned_blocks == 0
+    assert one.admin.Unpin(unpin, timeout=30).unpinned_blocks == 0
     unpin.owner = "ops"
-    assert one.admin.Unpin(unpin, timeout=5).unpinned_blocks == 10
+    assert one.admin.Unpin(unpin, timeout=30).unpinned_blocks == 10
     assert not service.stats().pins
-    leases = one.admin.Leases(pb.LeasesRequest(), timeout=5).sessions
+    leases = one.admin.Leases(pb.LeasesRequest(), timeout=30).sessions
     assert [(lease.name, lease.state, lease.held_hbm_slots) for lease in leases] == [("raw", "attached", 10)]
     with pytest.raises(grpc.RpcError) as caught:
-        one.admin.Pin(pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes()), timeout=5)
+        one.admin.Pin(pb.PinRequest(namespace=one.ns.namespace, hashes=hashes.tobytes()), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_flush_without_a_disk_says_so(client: Make) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        client().stub.Flush(pb.FlushRequest(), timeout=5)
+        client().stub.Flush(pb.FlushRequest(), timeout=30)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -382,7 +382,7 @@ def test_descriptors_do_not_leak(service: Service) -> None:
     before = count()
     for _ in range(5):
         one = RawClient(service.socket).begin(hbm_slots=0)
-        one.stub.Detach(pb.DetachRequest(token=one.token), timeout=5)
+        one.stub.Detach(pb.DetachRequest(token=one.token), timeout=30)
         one.close()
     wait_for("as before", lambda: count() <= before)
 

@@ -111,7 +111,7 @@ def test_a_step_of_a_wrong_size_is_refused_whole(client: Make, field: dict[str, 
     one.step(**{"released_hbm": granted.hbm.tobytes(), **field})
     assert refused(one).code == INVALID
     if "released_hbm" not in field:
-        held = one.stub.Stats(pb.StatsRequest(), timeout=5).sessions[0].held_hbm_slots
+        held = one.stub.Stats(pb.StatsRequest(), timeout=30).sessions[0].held_hbm_slots
         assert held == 5, "nothing of a refused step is done"
 
 
@@ -199,7 +199,7 @@ def test_a_release_does_not_overtake_a_grant(client: Make) -> None:
     one.send(step=pb.Step(seen=seen, released_hbm=granted.hbm.tobytes()))
     one.send(cancel=pb.Cancel(lease=99))
     assert one.acquire(hashes[:0]).outcomes == []
-    assert one.stub.Stats(pb.StatsRequest(), timeout=5).sessions[0].held_hbm_slots == 5
+    assert one.stub.Stats(pb.StatsRequest(), timeout=30).sessions[0].held_hbm_slots == 5
 
 
 def test_released_slots_of_others_stay_held(client: Make) -> None:
@@ -207,7 +207,7 @@ def test_released_slots_of_others_stay_held(client: Make) -> None:
     _, granted = one.fill(range(900, 920))
     other.release(hbm=[*granted.hbm.tolist(), 0xFFFFFFFF, 0xFFFFFF], dram=[0xFFFFFFF])
     other.acquire(other.chain(range(0)))
-    sessions = one.stub.Stats(pb.StatsRequest(), timeout=5).sessions
+    sessions = one.stub.Stats(pb.StatsRequest(), timeout=30).sessions
     assert max(session.held_hbm_slots for session in sessions) == 5
 
 

@@ -73,7 +73,7 @@ class Engine:
         until_s = time.monotonic() + DEADLINE_S
         while True:
             pending = self.session.acquire(self.namespace, 1, hashes)
-            grant = pending.result(10.0)
+            grant = pending.result(30)
             if Outcome.PROMOTING not in grant.outcomes or time.monotonic() > until_s:
                 break
             pending.abandon()
