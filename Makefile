@@ -33,7 +33,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-trtllm test-vllm check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-trtllm test-vllm demo-vllm check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,19 +100,26 @@ test-sglang: $(READY) $(SGLANG_STAMP)  ## SGLang's own storage classes around th
 test-trtllm: $(READY)  ## TensorRT-LLM's connector under a stub host: what dies, and a crowd on two ranks
 	$(PYTEST) -m engine tests/trtllm
 
-$(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/convert.py | $(READY)
-	@echo "== installing vLLM for the CPU into $(VLLM_VENV) (3.5 GB: minutes the first time)"
-	$(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
-	$(VLLM_PIP) -r $<
+# vLLM's CPU build asks for torch's CPU build by name, so the CUDA build of a default index is not fetched first.
+$(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/constraints.txt tests/vllm/convert.py | $(READY)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
+		echo "vLLM for the CPU needs libnuma.so.1 (Debian: apt install libnuma1)" >&2; exit 1; }
+	@echo "== installing vLLM for the CPU into $(VLLM_VENV) (4 GB: minutes the first time)"
+	$(BIN)/python -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)+cpu" || { \
+		echo "vLLM for the CPU needs the CPU build of torch: make test-vllm TORCH_INDEX=URL (README.md)" >&2; exit 1; }
+	$(VLLM_PIP) -c tests/vllm/constraints.txt -r $<
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_PIP) -e .
+	$(VLLM_PIP) -c tests/vllm/constraints.txt -e .
 	$(VLLM_VENV)/bin/python tests/vllm/convert.py "$$($(BIN)/python -c \
 		'from engine_adapter.engine.source import find_model; print(find_model("smollm2").path)')" $(VLLM_VENV)/smollm2
 	@touch $@
 
 test-vllm: $(READY) $(VLLM_STAMP)  ## The real vLLM on the CPU: every tier, every death, every known fault of its interface
-	VLLM_VENV=$(abspath $(VLLM_VENV)) $(PYTEST) -v -s -m engine tests/vllm
+	VLLM_VENV="$(abspath $(VLLM_VENV))" $(PYTEST) -v -s -m engine tests/vllm
+
+demo-vllm: $(READY) $(VLLM_STAMP)  ## The demo with the real vLLM on the CPU
+	$(BIN)/python -m bench.vllm_demo --python $(VLLM_VENV)/bin/python --model $(VLLM_VENV)/smollm2
 
 check: $(READY)  ## Format, lint, types, directions of imports
 	$(BIN)/ruff format --check .

@@ -1,8 +1,8 @@
-"""The demo's table with the real vLLM: `python -m bench.vllm_demo`, in the environment of `make setup`.
+"""The demo's table with the real vLLM: `make demo-vllm`, or `python -m bench.vllm_demo` once that has set it up.
 
-Runs `vllm serve` of `make test-vllm`'s environment with the flag that `kvstore vllm-args` prints, over the demo's
-prompt, and asks again from vLLM's own cache and after each kill -9. Times are a client's: from the request sent over
-HTTP, as text, to the first token that comes back.
+Runs vLLM's server with the flag that `kvstore vllm-args` prints, in the environment of `make test-vllm`, over the
+demo's prompt, and asks again from vLLM's own cache and after each kill -9. Times are a client's: from the request sent
+over HTTP, as text, to the first token that comes back.
 """
 
 from __future__ import annotations
@@ -275,6 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--nvme", default="1GiB")
     parser.add_argument("--json", type=Path, help="where the rows go as JSON too")
     options = parser.parse_args(arguments)
+    for needed in (options.python, options.model):
+        if not needed.exists():
+            parser.error(f"{needed} is not there: `make demo-vllm` sets it up")
     prompt = files("engine_adapter").joinpath("prompts/wonderland.txt").read_text(encoding="utf-8").strip()
     folder = Path(tempfile.mkdtemp(prefix="kv"))
     household = Household()
@@ -287,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         demo.run()
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(row) for row in demo.rows], indent=2) + "\n")
+    except KvstoreError as error:
+        sys.exit(f"kvstore: {error}")
     finally:
         household.kill_everything()
         household.dismiss()

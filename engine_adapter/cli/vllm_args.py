@@ -19,6 +19,7 @@ from kvstore.errors import ConfigError
 __all__ = ["transfer_config", "vllm_args"]
 
 _POLICIES = ("recompute", "fail")
+_OTHERS = ", ".join(sorted(set(option_types(NOT_OF_VLLM)) - {"layout", "socket"}))
 
 
 def vllm_args(
@@ -34,7 +35,7 @@ def vllm_args(
     ] = "recompute",
     option: Annotated[
         list[str] | None,
-        typer.Option(help="Any other option as NAME=VALUE (docs/vllm.md), also several times."),
+        typer.Option(help=f"Any other option as NAME=VALUE, also several times (docs/vllm.md): {_OTHERS}."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The JSON alone.")] = False,
 ) -> None:

@@ -10,6 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # it is read at import: no file of another place is wanted
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,5 +37,4 @@ def main(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main(Path(sys.argv[1]), Path(sys.argv[2]))
