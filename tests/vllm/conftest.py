@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1200))
             if missing:
                 item.add_marker(
                     pytest.mark.skip(reason=f"no vLLM in {PYTHON.parent.parent}: make test-vllm sets it up")

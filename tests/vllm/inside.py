@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine_adapter.external.link import Identity
@@ -12,8 +14,10 @@ if TYPE_CHECKING:
     from tests.vllm.driver import Driver
 
 
+_PATIENCE_S = 120.0
 _SETTLED_STEPS = 5
-"""After a block was stored: its seal, the answer and the slot's release have been said by then."""
+"""After a block was stored, and its seal answered: the slot's release has been said by then."""
+_MOST_STEPS = 900
 
 
 def scheduling(driver: Driver) -> Any:
@@ -49,25 +53,26 @@ def slots_in_hand(driver: Driver) -> int:
     return int(driver.core.scheduler.connector._half._link.attached.room_in_hand)
 
 
-def slow_copies(driver: Driver, seconds: float, direction: str) -> None:
-    """Each copy of one direction takes so much longer, until it is called again."""
+def _held_loads(driver: Driver) -> Callable[[], None]:
+    """From now on no load is copied; what is returned lets them go."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from engine_adapter.copying.copier import Direction
 
-    copier = get_kv_transfer_group()._rank._working._mover._copier
-    if not hasattr(copier, "slow"):
-        copier.slow, plain = [0.0, 0.0], copier._copies
+    copier, go = get_kv_transfer_group()._rank._working._mover._copier, threading.Event()
+    plain = copier._copies
 
-        def slowly(way: int) -> Any:
-            def copy(*arguments: int) -> None:
-                time.sleep(copier.slow[way])
-                plain[way](*arguments)
+    def copy(*arguments: int) -> None:
+        go.wait(_PATIENCE_S)
+        plain[Direction.LOAD](*arguments)
 
-            return copy
+    copier._copies = tuple(copy if at == Direction.LOAD else one for at, one in enumerate(plain))
 
-        copier._copies = tuple(slowly(way) for way in range(2))
-    copier.slow[Direction[direction]] = seconds
+    def let_go() -> None:
+        copier._copies = plain
+        go.set()
+
+    return let_go
 
 
 def fail_loads(driver: Driver, blocks: int) -> None:
@@ -109,10 +114,10 @@ def abort_during_load(driver: Driver, tokens: list[int]) -> dict[str, Any]:
     """Asks for a prompt, aborts it while it is being loaded, and says what is left of it."""
     from vllm import SamplingParams
 
-    engine = driver.llm.llm_engine
+    engine, let_go = driver.llm.llm_engine, _held_loads(driver)
     free = driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     engine.add_request("aborted", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=4))
-    until, loading = time.monotonic() + 20, False
+    until, loading = time.monotonic() + _PATIENCE_S, False
     while time.monotonic() < until and not loading:
         engine.step()
         half = scheduling(driver)
@@ -122,6 +127,7 @@ def abort_during_load(driver: Driver, tokens: list[int]) -> dict[str, Any]:
         )
     engine.abort_request(["aborted"], internal=False)
     held = driver.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < free
+    let_go()
     driver.drain()
     return {
         "loading": loading,
@@ -208,7 +214,7 @@ def preemptions(driver: Driver) -> dict[str, int]:
 
 
 def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:
-    """What the connector adds to steps of one decoding request in which it has nothing to do, in microseconds.
+    """What the connector adds to `steps` steps of a decoding request in which it has nothing to do, in microseconds.
 
     All that vLLM calls in such a step is timed; also says what was sent to the daemon in them.
     """
@@ -259,17 +265,19 @@ def time_steps(driver: Driver, tokens: list[int], steps: int) -> dict[str, Any]:
     session = scheduler.connector._half._link.attached
     engine = driver.llm.llm_engine
     engine.add_request(
-        "timed", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=steps, ignore_eos=True)
+        "timed", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=_MOST_STEPS, ignore_eos=True)
     )
     found, sent, rest = [], 0, 0
-    while engine.has_unfinished_requests():
+    while engine.has_unfinished_requests() and len(found) < steps:
         spent[0], before = 0.0, session.sent_messages
         engine.step()
         half = scheduling(driver)
-        rest = 0 if half._copying or half._storing.under_way else rest + 1
+        settled = session.quiet() and not (half._copying or half._storing.under_way)
+        rest = rest + 1 if settled else 0
         if rest > _SETTLED_STEPS:
             found.append(spent[0] * 1e6)
             sent += session.sent_messages - before
+    engine.abort_request(["timed"], internal=False)
     driver.drain()
     return {
         "steps": len(found),

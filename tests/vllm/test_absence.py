@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import started
-from tests.vllm.processes import Vllm, await_slots_back, service_config
+from tests.vllm.processes import Vllm, await_slots_back, connector, service_config
 
 BLOCK = 32
+RETURN_S = 10.0  # so long the one prompt is held back that is asked for after the daemon has gone for good
 
 
 def test_a_daemon_that_is_down_at_the_start_dies_in_the_middle_and_comes_back(
@@ -16,7 +17,10 @@ def test_a_daemon_that_is_down_at_the_start_dies_in_the_middle_and_comes_back(
 ) -> None:
     config = service_config(place)
     tokens = prompt(1, 5 * BLOCK + 3)
-    with Vllm(place / "vllm.log", connector={"socket": config.socket, "breaker_s": 0.3}) as vllm:
+    options = connector(
+        config, breaker_s=0.3, lookup_patience_s=RETURN_S, return_patience_s=RETURN_S, timeout_s=5.0
+    )
+    with Vllm(place / "vllm.log", connector=options) as vllm:
         assert not vllm.call("attached", 0.5)
         alone = vllm.generate(tokens)[0]
         vllm.reset()

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvstore.client import connect
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import Service, kill_everything, started
-from tests.vllm.processes import Answer, Vllm, service_config
+from tests.vllm.processes import Answer, Vllm, connector, service_config
 
 BLOCK = 32
 Prompt = Callable[[int, int], list[int]]
@@ -41,9 +41,7 @@ def test_every_tier_gives_what_vllms_own_cache_gives(place: Path, prompt: Prompt
     prompts = [prompt(1, 10 * BLOCK + 5), prompt(2, 4 * BLOCK), prompt(3, 4 * BLOCK + 1), prompt(4, 20)]
     found = [10 * BLOCK, 3 * BLOCK, 4 * BLOCK, 0]
     config = service_config(place)
-    # However busy the machine is: what is asked here is whether it is a hit, not how long a restart takes.
-    patience = {"lookup_patience_s": 30.0, "return_patience_s": 30.0}
-    options = {"connector": {"socket": config.socket, **patience}}
+    options = {"connector": connector(config)}
     with started(config) as service:
         with Vllm(place / "one.log", **options) as vllm:
             assert vllm.call("attached")

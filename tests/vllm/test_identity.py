@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.daemon import started
-from tests.vllm.processes import MODEL, Answer, Vllm, service_config
+from tests.vllm.processes import MODEL, Answer, Vllm, connector, service_config
 
 BLOCK, RANK = 32, 8
 
@@ -52,8 +52,7 @@ def test_an_adapter_called_as_a_salt_is_neither_that_salt_nor_another_adapter_of
         {"salts": ["x"], "loras": [["x", 1, first]]},
     )
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-    connector = {"socket": config.socket, "lookup_patience_s": 30.0}
-    with started(config) as service, Vllm(place / "vllm.log", connector=connector, **options) as vllm:
+    with started(config) as service, Vllm(place / "vllm.log", connector=connector(config), **options) as vllm:
 
         def ask() -> list[Answer]:
             """Each way by itself; vLLM's own cache knows none of them from before."""

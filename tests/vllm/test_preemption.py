@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import started
-from tests.vllm.processes import Vllm, await_slots_back, service_config
+from tests.vllm.processes import Vllm, await_slots_back, connector, service_config
 
 BLOCK = 32
 NEAR_TIE = 1e-3
@@ -23,7 +23,7 @@ def test_six_growing_requests_in_forty_blocks(place: Path, prompt: Callable[[int
     config = service_config(place)
     with (
         started(config) as service,
-        Vllm(place / "vllm.log", connector={"socket": config.socket}, num_gpu_blocks_override=40) as vllm,
+        Vllm(place / "vllm.log", connector=connector(config), num_gpu_blocks_override=40) as vllm,
     ):
         assert vllm.call("attached")
         assert not any(vllm.call("preemptions").values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemon import started
-from tests.vllm.processes import MODEL, Vllm, service_config
+from tests.vllm.processes import MODEL, Vllm, connector, service_config
 
 BLOCK = 32
 ROUNDING = 2e-4
@@ -66,7 +66,7 @@ def test_what_one_engine_computes_the_other_hits(
         with bundled(place, config.socket) as ask:
             computed = ask(theirs, 6)
             assert computed["cached_tokens"] == 0
-            with Vllm(place / "vllm.log", connector={"socket": config.socket, "layout": "shared"}) as vllm:
+            with Vllm(place / "vllm.log", connector=connector(config, layout="shared")) as vllm:
                 assert vllm.call("attached")
                 hit = vllm.generate(theirs)[0]
                 assert hit.cached == 8 * BLOCK
