@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine_adapter.base import RequestId
-from tests.support.daemon import Service, small_config, started
+from tests.support.daemon import DEADLINE_S, Service, small_config, started
 from tests.support.driver import Driver, attached
 from tests.support.worker import BLOCK_TOKENS
 
@@ -26,7 +26,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def admitted(engine: Driver, requests: list[RequestId], seconds: float) -> list[RequestId]:
     """Those of the requests that are admitted until so long after the first."""
     found: list[RequestId] = []
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         new = [r for r in requests if r not in found and engine.try_admit(r) is not None]
         if new and not found:
