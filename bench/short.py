@@ -107,7 +107,13 @@ def run_one(name: str, command: Sequence[str], out: Path, limit_s: float) -> Run
     household = Household()
     # A file, no pipe: a process that outlives the benchmark would keep a pipe open, and us waiting.
     with log.open("wb") as errors, tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            preexec_fn=_interruptible,
+        )
         try:
             _await_end(process, limit_s)
         finally:
@@ -118,6 +124,11 @@ def run_one(name: str, command: Sequence[str], out: Path, limit_s: float) -> Run
     if time.monotonic() - start > limit_s and error:
         error = f"not over after {limit_s:.0f} s: {error}"
     return Run(name=name, seconds=time.monotonic() - start, error=error)
+
+
+def _interruptible() -> None:
+    """In the new process: what runs in the background of a script ignores SIGINT, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _await_end(process: subprocess.Popen[bytes], limit_s: float) -> None:

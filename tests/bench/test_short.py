@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_script(tmp_path: Path, script: str, limit_s: float = 30.0) -> Run:
-    """In a process of its own: what `run_one` starts, and it alone, must be ended by it."""
+    """In a process of its own, in the background: what `run_one` starts, and it alone, must be ended by it."""
     driver = (
-        "import json, sys\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
+        "import json, signal, sys\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from bench.short import run_one\n"
         f"run = run_one('x', [sys.executable, '-c', {script!r}], Path({str(tmp_path)!r}), {limit_s})\n"
         "print(json.dumps(asdict(run)))"
@@ -54,7 +55,8 @@ def test_what_was_printed_before_a_failure_is_kept(tmp_path: Path) -> None:
 
 
 def test_at_the_limit_it_is_interrupted_and_ends_what_it_started(tmp_path: Path) -> None:
-    """A benchmark's daemon must not outlive it, with gigabytes of memory."""
+    """A benchmark's daemon must not outlive it, with gigabytes of memory. In the background of a script it was not
+    interrupted: it ignored SIGINT as its parent did, and what it had measured was lost with it."""
     script = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
