@@ -335,7 +335,7 @@ class StoreState:
 
     def words(self, rows: U32) -> U64:
         """[n] state words of rows."""
-        words: U64 = self.columns.state[rows]
+        words: U64 = self.columns.state.take(rows)
         return words
 
     def promoted(self, rows: U32) -> NDArray[np.bool_]:
