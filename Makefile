@@ -33,7 +33,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup proto proto-baseline demo test test-kill fuzz simulate soak test-compat test-sglang test-trtllm test-vllm demo-vllm check format bench clean
+.PHONY: help setup proto proto-baseline demo test test-bench test-kill fuzz simulate soak test-compat test-sglang test-trtllm test-vllm demo-vllm check format bench clean
 
 help:  ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ demo: $(READY)  ## A long prompt: slowly once, at once ever after
 
 test: $(READY)  ## The default tests
 	$(PYTEST) -n 2 --dist loadfile
+
+test-bench: $(READY)  ## Benchmarks with real services and engines, at tiny sizes, one after the other
+	$(PYTEST) -m bench -v tests/bench
 
 test-kill: $(READY)  ## Kills worker, daemon, mover and keeper under load
 	$(PYTEST) -m kill -v -s tests/kill

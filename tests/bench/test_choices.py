@@ -58,7 +58,7 @@ def test_the_guard_is_held_to_3_percent_and_the_noise(ratio: float, noise: float
     assert (ttft.reached, step.reached) == (kept, True)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(240)
 def test_what_is_chosen_is_measured_beside_both_ways(short_path: Path) -> None:
     plan = replace(planner.CPU_SHORT, tokens=512, samples=2)
@@ -68,7 +68,7 @@ def test_what_is_chosen_is_measured_beside_both_ways(short_path: Path) -> None:
     assert list(short_path.iterdir()) == [], "nothing is left on the disk"
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(240)
 def test_dram_that_is_too_small_is_taken_out_of_use(short_path: Path) -> None:
     plan = replace(guard.CPU_SHORT, samples=2, new_tokens=4)

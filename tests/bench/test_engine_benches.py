@@ -100,7 +100,7 @@ def test_prefill_measures_each_length() -> None:
     assert len(prefill_figures(asdict(found))) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(240)
 def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
     """A run that a time limit ended wrote nothing at all, and its log did not say how far it had come."""
@@ -124,7 +124,7 @@ def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
     assert len(ttft_figures(result)) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(240)
 def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
     plan = replace(ttft.CPU, lengths=(128, 1024), samples=2, raw_bytes=1 << 20)

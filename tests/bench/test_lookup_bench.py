@@ -46,7 +46,7 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_every_figure_is_there(short_path: Path) -> None:
     said: list[str] = []
     found = measure(TINY, said.append, short_path).to_json()

@@ -35,7 +35,7 @@ def test_goodput_is_held_to_its_bound_within_the_noise() -> None:
     assert reached(replace(_CASE, goodput_ratio=0.95))
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(300)
 def test_both_cases_run_and_leave_nothing() -> None:
     plan = replace(prefetch.CPU_SHORT, documents=4, tokens=512, new_tokens=16, turns=1)
