@@ -31,7 +31,7 @@ def main() -> None:
         # gRPC's threads do not survive a fork: a child of plain Python, which inherits the liveness socket.
         assert client.connection is not None
         os.set_inheritable(client.connection.fileno(), True)
-        child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+        child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"])
     report = {
         "pid": os.getpid(),
         "child": child,
@@ -42,7 +42,7 @@ def main() -> None:
         "half": [*half.hbm.tolist(), *half.reserve.tolist()],
     }
     print(json.dumps(report), flush=True)
-    time.sleep(60)
+    time.sleep(300)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def test_a_session_whose_members_never_come_is_dropped() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="kv") as name:
-        config = replace(small_config(Path(name)), limits=Limits(session_lost_s=0.3))
+        config = replace(small_config(Path(name)), limits=Limits(session_lost_s=2.0))
         with started(config) as service:
             one = RawClient(service.socket)
             one.attach()

@@ -51,7 +51,7 @@ def test_a_stopped_workers_slots_stay_held(client: Make, member: MakeMember, ser
 
 def test_a_worker_stopped_past_every_time_out_keeps_its_slots(tmp_path: Path) -> None:
     """After a time-out the pages of a stopped worker were given to others; it went on and wrote into them."""
-    limits = Limits(session_lost_s=0.2, call_deadline_s=0.5, drain_deadline_s=0.5, flush_deadline_s=0.5)
+    limits = Limits(session_lost_s=0.5, call_deadline_s=1.0, drain_deadline_s=0.5, flush_deadline_s=0.5)
     config = replace(small_config(tmp_path), limits=limits, orphan_ttl_s=0.2)
     with started(config) as service:
         worker = MemberProcess(service.socket)
@@ -61,7 +61,7 @@ def test_a_worker_stopped_past_every_time_out_keeps_its_slots(tmp_path: Path) ->
             held = {*worker.report["filled"], *worker.report["half"]}
             assert service.tier("hbm").held_slots == len(held) == 16
             service.kill_daemon()
-            time.sleep(1.0)  # and past those of the next daemon, for which it does not resume
+            time.sleep(1.5)  # and past those of the next daemon, for which it does not resume
             assert service.tier("hbm").held_slots == 16
             other = RawClient(service.socket).begin(hbm_slots=0)
             granted = other.acquire(other.chain(range(5000, 5400)), reserve_slots=0)
