@@ -59,7 +59,7 @@ def test_the_guard_is_held_to_3_percent_and_the_noise(ratio: float, noise: float
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_is_chosen_is_measured_beside_both_ways(short_path: Path) -> None:
     plan = replace(planner.CPU_SHORT, tokens=512, samples=2)
     found = planner.measure(plan, silent, device="cpu", parent=short_path, rates=(1.0,))
@@ -69,7 +69,7 @@ def test_what_is_chosen_is_measured_beside_both_ways(short_path: Path) -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_dram_that_is_too_small_is_taken_out_of_use(short_path: Path) -> None:
     plan = replace(guard.CPU_SHORT, samples=2, new_tokens=4)
     found = guard.measure(plan, silent, device="cpu", parent=short_path)

@@ -101,7 +101,7 @@ def test_prefill_measures_each_length() -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
     """A run that a time limit ended wrote nothing at all, and its log did not say how far it had come."""
     out, log = short_path / "ttft.json", short_path / "log"
@@ -125,7 +125,7 @@ def test_ttft_that_is_stopped_leaves_what_it_knew(short_path: Path) -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ttft_finds_every_prompt_in_every_tier(short_path: Path) -> None:
     plan = replace(ttft.CPU, lengths=(128, 1024), samples=2, raw_bytes=1 << 20)
     found = ttft.measure(plan, silent, device="cpu", parent=short_path)

@@ -47,6 +47,7 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.mark.bench
+@pytest.mark.timeout(600)
 def test_every_figure_is_there(short_path: Path) -> None:
     said: list[str] = []
     found = measure(TINY, said.append, short_path).to_json()

@@ -57,7 +57,7 @@ def test_the_grid_is_the_whole_grid_with_auto_beside_what_goes_round() -> None:
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_more_tiers_hit_more(short_path: Path) -> None:
     cells = [parse_cell(f"2/round_robin/{tiers}") for tiers in ("off", "dram/auto")]
     plan = replace(CPU, visits=4, visits_off=2)

@@ -20,7 +20,7 @@ UNARY = [
     for method in service.methods
     if not method.client_streaming
 ]
-CALL_S = 15.0
+CALL_S = 30.0
 
 
 def known_of(victim: RawClient) -> Known:

@@ -25,7 +25,7 @@ from tests.fuzz.rig import Known, Target, examples, messages, mutations, packed_
 from tests.support.raw_client import Granted, RawClient
 from tiers.memfd import create_memfd
 
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 TRANSPORTS = pytest.mark.parametrize("transport", ["rpc", "frames"])
 
 

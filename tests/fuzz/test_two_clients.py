@@ -28,7 +28,7 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.fuzz.rig import Target, examples, messages
 from tests.fuzz.test_streams import ANSWERS, everything, plausible
 from tests.support.blocks import block_bytes, expected
-from tests.support.daemon import small_config, started
+from tests.support.daemon import DEADLINE_S, small_config, started
 from tests.support.raw_client import BLOCK_TOKENS, SLOT_BYTES, Granted, RawClient
 
 PROMPT_BLOCKS = 6
@@ -148,14 +148,14 @@ class TwoClients(RuleBasedStateMachine):
         self.honest.step(stores=copies.tobytes(), released_dram=room.astype("<u4").tobytes())
         self.honest.acquire(hashes[:0])
         if data.draw(st.booleans(), label="flush"):
-            self.honest.stub.Flush(pb.FlushRequest(deadline_ms=2000), timeout=10)
+            self.honest.stub.Flush(pb.FlushRequest(deadline_ms=2000), timeout=DEADLINE_S)
 
     def _room(self, wanted: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """DRAM slots to fill and their generations: none where the hostile one has them all."""
         self.honest.step(want_room=wanted)
         fence = self.honest.send(acquire=pb.Acquire(namespace=self.honest.ns.namespace, lease=1))
         slots, generations = [b""], [b""]
-        while (message := self.honest.receive(timeout_s=10)).grant.id != fence:
+        while (message := self.honest.receive()).grant.id != fence:
             slots.append(message.slots.dram_slots)
             generations.append(message.slots.dram_generations)
         return u32_of(b"".join(slots)), u32_of(b"".join(generations))
@@ -192,7 +192,7 @@ class TwoClients(RuleBasedStateMachine):
             self.hostile.send_raw(message)
         fence = self.hostile.send(acquire=pb.Acquire(namespace=self.hostile.ns.namespace, lease=1))
         while True:
-            message = self.hostile.receive(timeout_s=10)
+            message = self.hostile.receive()
             if message.WhichOneof("body") == "grant" and message.grant.id == fence:
                 return
             if message.WhichOneof("body") == "error":

@@ -17,6 +17,7 @@ from tests.engine_adapter.blocks.test_early_admission import (
     loading,
     prompt,
 )
+from tests.kill.harness import HANG_S
 from tests.support.daemon import small_config, started, wait_for
 
 pytestmark = pytest.mark.kill
@@ -40,11 +41,11 @@ def test_a_session_that_is_lost_between_two_groups_has_its_request_computed_agai
             assert admission.arriving.wait_for(GROUPS - 1)
             engine.check(request, CACHED)  # its own pages, which nobody was given
             engine.fill(request, CACHED * B)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + HANG_S
             while engine.blocks.reserve(request, CACHED * B + 2):
                 assert time.monotonic() < deadline
                 engine.blocks.end_step()
                 engine.blocks.wait(0.02)
             engine.release(request)
-            assert engine.run("cold", tokens, timeout_s=20).cached_tokens == 0
+            assert engine.run("cold", tokens, timeout_s=HANG_S).cached_tokens == 0
             assert second.faults() == []

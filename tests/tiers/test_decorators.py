@@ -162,16 +162,21 @@ def test_a_large_call_has_its_turn_among_small_ones(harness: Harness) -> None:
     storage = ThrottledStorage(inner, limits=limits, clock=time.monotonic, sleep=time.sleep)
     bucket = storage._bytes[MoveKind.READ]
     storage._wait(bucket, rate)  # what has gathered is gone
-    ended: list[float] = []
+    began, ended = threading.Event(), threading.Event()
 
     def large_call() -> None:
+        began.set()
         storage._wait(bucket, rate // 4)
-        ended.append(time.monotonic())
+        ended.set()
 
     large = threading.Thread(target=large_call)
-    began = time.monotonic()
     large.start()
-    while time.monotonic() - began < 1.0:
+    began.wait()
+    small_calls = 0
+    while (
+        not ended.is_set() and small_calls < 400
+    ):  # two seconds' worth, eight times as much as the large one
         storage._wait(bucket, rate // 200)
+        small_calls += 1
     large.join()
-    assert ended[0] - began < 0.9
+    assert small_calls < 400

@@ -287,13 +287,13 @@ def test_an_index_of_another_format_is_refused_and_kept(
 def test_a_disk_that_hangs_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start waited for ever for a disk that answered no more."""
     sleeper = tmp_path / "python"
-    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.write_text("#!/bin/sh\nexec sleep 120\n")
     sleeper.chmod(0o700)
     monkeypatch.setattr("tiers.nvme.recover.sys.executable", str(sleeper))
     begin = time.monotonic()
     with pytest.raises(Unavailable, match="not read within"):
         recover(tmp_path, map_bytes=MAP_BYTES, timeout_s=0.2)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_a_slab_that_is_no_more_takes_its_records_with_it(tmp_path: Path, harness: Harness) -> None:
