@@ -116,7 +116,7 @@ class Chooser(Protocol):
     """The one that it follows."""
 
     def hit_rates(self) -> Mapping[str, float]:
-        """What each of them would have hit lately, 0 to 1, of a sample of what was asked for; empty before any."""
+        """What each of them would have hit lately, 0 to 1, of what was asked for or of a sample; empty before any."""
         ...
 
 

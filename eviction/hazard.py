@@ -70,6 +70,11 @@ class HazardPolicy(RankedPolicy):
         return self._names.find(names)
 
     @property
+    def lives(self) -> int:
+        """Uses of blocks that it has been told of so far."""
+        return self._ages.lives
+
+    @property
     def worth(self) -> F64:
         """[class, age bucket] hits a second of a slot."""
         return self._ages.worth
@@ -133,7 +138,7 @@ class HazardPolicy(RankedPolicy):
 
     def _young_ranks(self, classes: I64, uses: I64, marks: F64) -> F64:
         buckets = age_buckets(self._now_s - marks)
-        found: F64 = self._teacher.worth[classes, buckets[uses]]
+        found: F64 = self._teacher.worth.reshape(-1).take(classes * BUCKETS + buckets.take(uses))
         return found
 
     def _lowest(self, count: int) -> tuple[Entries, F64]:

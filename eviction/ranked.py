@@ -8,6 +8,7 @@ worth less than an old one goes at once. No call looks at all blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows, Use
 from eviction.class_log import NO_ENTRIES, ClassLog, Entries
+from eviction.look import Look
 from eviction.waiting import CachePolicy
 
 __all__ = ["RankedPolicy"]
@@ -25,6 +27,8 @@ I64 = NDArray[np.int64]
 _FEWEST_YOUNG = 1024
 _PLANNED_AHEAD = 1024
 _MOST_YOUNG = 1 << 14
+_FEWEST_MET = 128  # entries of the plan that are looked at together
+_MOST_MET = 1 << 16  # entries of the logs, dead ones and what waits too, that a call goes by behind the first
 _YOUNG_SHARE = 16  # of the cached blocks
 _ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
 
@@ -46,13 +50,9 @@ class RankedPolicy(CachePolicy):
         self._young_count = 0
         self._any_logged = False
         self._all_planned = False  # all that is in the logs is in the plan
+        self._passed = 0, -1  # log, and stamp in it, that the last look behind the first went by
         self._plan = _NO_PLAN
-
-    def in_order(self) -> Rows:
-        """All cached rows by their last use, the oldest first. O(rows)."""
-        rows = np.flatnonzero(self._cached)
-        found: Rows = rows[np.argsort(self._stamp[rows])].astype(np.uint32)
-        return found
+        self._plan_start = 0  # what is planned before it no longer counts
 
     # -- what a policy adds
 
@@ -102,21 +102,78 @@ class RankedPolicy(CachePolicy):
         count = min(count, self._count)
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
-        plan, plan_ranks = self._planned(count, may_go)
-        rows, stamps, ranks = self._young(may_go)
+        if isinstance(may_go, Look):
+            return self._choose_of(count, may_go)
+        rows, ranks = self._least(count, may_go)
+        self._take(rows, ranks)
+        return rows
+
+    def _choose_of(self, count: int, look: Look) -> Rows:
+        """Of the first in order those that may go; where these are too few, others behind them."""
+        for most in (count, 2 * look.at_once):
+            rows, ranks = self._least(most, look.unexpected)
+            good = look(rows).nonzero()[0][:count]
+            if len(good) == count or len(rows) < most:
+                break
+        found = rows[good]
+        self._take(found, ranks[good])
+        if len(found) == count or len(rows) < most:
+            return found
+        look.saw_all = False
+        return np.concatenate((found, self._behind(count - len(found), look)))
+
+    def _take(self, rows: Rows, ranks: F64) -> None:
+        if len(rows):
+            self._left(ranks)
+            self._stamp[rows] = -1
+
+    def _least(self, count: int, unexpected: MayGo | None) -> tuple[Rows, F64]:
+        """The `count` of the least rank, ascending, and their ranks; fewer where there are not so many."""
+        plan, plan_ranks = self._planned(count, unexpected)
+        rows, stamps, ranks = self._young(unexpected)
         if len(plan_ranks):
             rows = np.concatenate((plan.rows, rows))
             stamps = np.concatenate((plan.stamps, stamps))
             ranks = np.concatenate((plan_ranks, ranks))
         if len(rows) > count:
             near = (ranks <= np.partition(ranks, count - 1)[count - 1]).nonzero()[0]
-            rows, ranks, stamps = rows[near], ranks[near], stamps[near]
+            rows, ranks, stamps = rows.take(near), ranks.take(near), stamps.take(near)
         order = np.lexsort((stamps, ranks))[:count]
-        found: Rows = rows[order]
-        if len(found):
-            self._left(ranks[order])
-        self._stamp[found] = -1
-        return found
+        return rows[order], ranks[order]
+
+    def _behind(self, count: int, look: Look) -> Rows:
+        """Others that may go, log by log from where the last call stopped, each from its oldest: of less worth first,
+        about. Their ranks are not known, so they say nothing of what an evicted block was worth."""
+        parts: list[Rows] = [np.empty(0, dtype=np.uint32)]
+        number, after = self._passed
+        left = _MOST_MET
+        for number in range(number, len(self._logs) + 1):
+            for rows, stamps in self._entries(number):
+                at = int(np.searchsorted(stamps, after, side="right"))
+                while at < len(rows) and count > 0 and look.left > 0 and left > 0:
+                    stop = min(at + min(look.left, look.at_once), len(rows))
+                    met = rows[at:stop][self._stamp.take(rows[at:stop]) == stamps[at:stop]]
+                    met = met[look(met)][:count]
+                    self._stamp[met] = -1
+                    parts.append(met)
+                    count, left = count - len(met), left - (stop - at)
+                    if count > 0:
+                        after, at = int(stamps[stop - 1]), stop
+                if count <= 0 or look.left <= 0 or left <= 0:
+                    self._passed = number, after
+                    return np.concatenate(parts)
+            after = -1
+        self._passed = 0, -1
+        return np.concatenate(parts)
+
+    def _entries(self, number: int) -> Iterator[tuple[Rows, I64]]:
+        """Rows and stamps of a log, dead ones too, in order; behind the last log are the young."""
+        if number == len(self._logs):
+            yield self._young_rows[: self._young_count], self._young_stamps[: self._young_count]
+            return
+        log = self._logs[number]
+        for entries in log.parts() if log is not None else ():
+            yield entries.rows, entries.stamps
 
     def _forget(self, rows: Rows) -> None:
         self._stamp[rows] = -1
@@ -141,41 +198,51 @@ class RankedPolicy(CachePolicy):
     def _young(self, may_go: MayGo | None) -> tuple[Rows, I64, F64]:
         """Rows, stamps and ranks of what was used since the plan and counts."""
         n = self._young_count
-        good = (self._stamp[self._young_rows[:n]] == self._young_stamps[:n]).nonzero()[0]
-        rows = self._young_rows[good]
+        good = (self._stamp.take(self._young_rows[:n]) == self._young_stamps[:n]).nonzero()[0]
+        rows = self._young_rows.take(good)
         if may_go is not None and len(rows):
             allowed = may_go(rows)
             good, rows = good[allowed], rows[allowed]
         ranks = self._young_ranks(
-            self._young_classes[good], self._young_uses[good], self._marks[: self._marks_count]
+            self._young_classes.take(good), self._young_uses.take(good), self._marks[: self._marks_count]
         )
-        return rows, self._young_stamps[good], ranks
+        return rows, self._young_stamps.take(good), ranks
 
     def _planned(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         """At least `count` of what is planned, counts and may go, or all there is in the logs."""
         if not self._any_logged:
             return _NO_PLAN
-        found = self._still_good(self._plan, may_go, count)
+        found = self._still_good(may_go, count)
         if len(found[1]) >= count or self._all_planned:
             return found
         size = count + _PLANNED_AHEAD
         while True:
-            self._plan = self._lowest(size)
+            self._plan, self._plan_start = self._lowest(size), 0
             self._all_planned = size >= self._count
-            found = self._still_good(self._plan, may_go, count)
+            found = self._still_good(may_go, count)
             if len(found[1]) >= count or self._all_planned:
                 return found
             size *= 4
 
-    def _still_good(self, plan: tuple[Entries, F64], may_go: MayGo | None, count: int) -> tuple[Entries, F64]:
-        entries, ranks = plan
-        good = np.flatnonzero(self._stamp[entries.rows] == entries.stamps)
-        if len(good) < len(ranks) // 2:
-            self._plan = entries.picked(good), ranks[good]
-        if may_go is not None and len(good):
-            good = good[may_go(entries.rows[good])]
-        good = good[:count]
-        return entries.picked(good), ranks[good]
+    def _still_good(self, may_go: MayGo | None, count: int) -> tuple[Entries, F64]:
+        """The first `count` of the plan that count and may go; those before them that do not count are met once."""
+        entries, ranks = self._plan
+        at, width, missing = self._plan_start, max(2 * count, _FEWEST_MET), count
+        parts: list[I64] = []
+        while missing > 0 and at < len(ranks):
+            stop = min(at + width, len(ranks))
+            good = (self._stamp.take(entries.rows[at:stop]) == entries.stamps[at:stop]).nonzero()[0] + at
+            if at == self._plan_start:
+                self._plan_start = int(good[0]) if len(good) else stop
+            if may_go is not None and len(good):
+                good = good[may_go(entries.rows.take(good))]
+            parts.append(good[:missing])
+            missing -= len(parts[-1])
+            at, width = stop, 4 * width
+        if not parts:
+            return _NO_PLAN
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return entries.picked(found), ranks.take(found)
 
     def _put_away(self, room: int) -> None:
         """What is young and counts goes to the logs, but in a small cache, where all stay young: nothing is planned
@@ -206,7 +273,7 @@ class RankedPolicy(CachePolicy):
             return
         self._settle(classes, Entries(rows=rows, stamps=stamps, marks=marks))
         self._young_count = self._marks_count = 0
-        self._plan, self._all_planned = _NO_PLAN, False
+        self._plan, self._plan_start, self._all_planned = _NO_PLAN, 0, False
 
     def _settle(self, classes: I64, entries: Entries) -> None:
         """To the logs of their classes."""

@@ -29,6 +29,6 @@ def policy_lines(tiers: Sequence[pb.TierStats]) -> list[str]:
             line += f", which follows {tier.in_charge}"
         if tier.shadows:
             rates = ", ".join(f"{shadow.policy} {shadow.hit_rate:.1%}" for shadow in tier.shadows)
-            line += f"; a sample of what was asked for lately would have hit: {rates}"
+            line += f"; of what was asked for lately would have hit: {rates}"
         found.append(line)
     return found

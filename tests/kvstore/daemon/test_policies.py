@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from eviction.base import Chooser
+from eviction.lru import LruPolicy
 from kvstore.client import StopReason
 from kvstore.config import ServeConfig
-from kvstore.daemon.policies import begin_policies, policy_fields, resize_policies
+from kvstore.daemon.policies import begin_policies, policy_fields, resize_policies, say_policy_faults
+from kvstore.daemon.owner import Owner
 from kvstore.errors import ConfigError
 from kvstore.layout import Tier
 from kvstore.units import MIB
@@ -49,10 +52,10 @@ def test_a_full_tier_goes_by_its_policy_and_status_says_so(service: Service) -> 
     tiers = json.loads(subprocess.run([*argv, "--json"], capture_output=True, check=True).stdout)["tiers"]
     of_tier = {tier["tier"]: tier for tier in tiers}
     assert [of_tier[name]["policy"] for name in ("hbm", "dram", "nvme")] == ["lru", "auto", "lru"]
-    assert of_tier["dram"]["in_charge"] == "hazard"
-    assert set(of_tier["dram"]["shadows"]) == {"hazard", "lru", "arc", "s3fifo"}
+    assert of_tier["dram"]["in_charge"] == "lru"  # nothing is learned yet
+    assert set(of_tier["dram"]["shadows"]) == {"lru"}
     shown = subprocess.run(argv, capture_output=True, check=True, text=True).stdout
-    assert "dram goes by auto, which follows hazard" in shown
+    assert "dram goes by auto, which follows lru" in shown
 
 
 def test_what_an_engine_retains_stays(service: Service) -> None:
@@ -74,6 +77,34 @@ def test_a_policy_that_nobody_registered_is_refused_with_the_names_of_those_ther
         ConfigError, match=r"nvme_policy: no eviction policy is named 'clairvoyant'.*arc, auto, fifo"
     ):
         begin_policies(Rig().store, config)
+
+
+class Braggart(LruPolicy, Chooser):
+    """Says of its candidates what is no number."""
+
+    in_charge = "me"
+
+    def hit_rates(self) -> dict[str, float]:
+        return {"me": "all"}  # type: ignore[dict-item]
+
+
+def test_a_policy_that_failed_is_said_once_and_stands_in_status(capfd: pytest.CaptureFixture[str]) -> None:
+    rig = Rig(hbm=16, dram=8, nvme=0)
+    owner = Owner(store=rig.store, config=ServeConfig(socket="/run/kv.sock"), boot_epoch=1)
+    rankings = rig.store.hints.rankings
+    rankings.rank(Tier.DRAM, "braggart", Braggart, 8 * PAGE)
+    rig.write_through(rig.attach(), chain(4))
+    rankings.tell(1.0)
+    say_policy_faults(owner)
+    assert not owner.warnings
+    assert policy_fields(rankings, Tier.DRAM) == {"policy": "lru"}
+    for _ in range(2):
+        say_policy_faults(owner)
+    assert capfd.readouterr().err.count("policy failed") == 1
+    assert owner.counters.values()["policy_faults_total"] == 1
+    (warning,) = owner.warnings.values()
+    assert warning.startswith("dram_policy braggart raised in what it says of its candidates: TypeError: ")
+    assert warning.endswith("dram goes by lru until the daemon starts again")
 
 
 def test_a_tier_of_another_size_begins_anew_and_loses_nothing() -> None:
