@@ -8,7 +8,6 @@ worth less than an old one goes at once. No call looks at all blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows, Use
 from eviction.class_log import NO_ENTRIES, ClassLog, Entries
-from eviction.look import Look
 from eviction.waiting import CachePolicy
 
 __all__ = ["RankedPolicy"]
@@ -28,7 +26,6 @@ _FEWEST_YOUNG = 1024
 _PLANNED_AHEAD = 1024
 _MOST_YOUNG = 1 << 14
 _FEWEST_MET = 128  # entries of the plan that are looked at together
-_MOST_MET = 1 << 16  # entries of the logs, dead ones and what waits too, that a call goes by behind the first
 _YOUNG_SHARE = 16  # of the cached blocks
 _ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
 
@@ -50,7 +47,6 @@ class RankedPolicy(CachePolicy):
         self._young_count = 0
         self._any_logged = False
         self._all_planned = False  # all that is in the logs is in the plan
-        self._passed = 0, -1  # log, and stamp in it, that the last look behind the first went by
         self._plan = _NO_PLAN
         self._plan_start = 0  # what is planned before it no longer counts
 
@@ -102,35 +98,8 @@ class RankedPolicy(CachePolicy):
         count = min(count, self._count)
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
-        if isinstance(may_go, Look):
-            return self._choose_of(count, may_go)
-        rows, ranks = self._least(count, may_go)
-        self._take(rows, ranks)
-        return rows
-
-    def _choose_of(self, count: int, look: Look) -> Rows:
-        """Of the first in order those that may go; where these are too few, others behind them."""
-        for most in (count, 2 * look.at_once):
-            rows, ranks = self._least(most, look.unexpected)
-            good = look(rows).nonzero()[0][:count]
-            if len(good) == count or len(rows) < most:
-                break
-        found = rows[good]
-        self._take(found, ranks[good])
-        if len(found) == count or len(rows) < most:
-            return found
-        look.saw_all = False
-        return np.concatenate((found, self._behind(count - len(found), look)))
-
-    def _take(self, rows: Rows, ranks: F64) -> None:
-        if len(rows):
-            self._left(ranks)
-            self._stamp[rows] = -1
-
-    def _least(self, count: int, unexpected: MayGo | None) -> tuple[Rows, F64]:
-        """The `count` of the least rank, ascending, and their ranks; fewer where there are not so many."""
-        plan, plan_ranks = self._planned(count, unexpected)
-        rows, stamps, ranks = self._young(unexpected)
+        plan, plan_ranks = self._planned(count, may_go)
+        rows, stamps, ranks = self._young(may_go)
         if len(plan_ranks):
             rows = np.concatenate((plan.rows, rows))
             stamps = np.concatenate((plan.stamps, stamps))
@@ -139,41 +108,11 @@ class RankedPolicy(CachePolicy):
             near = (ranks <= np.partition(ranks, count - 1)[count - 1]).nonzero()[0]
             rows, ranks, stamps = rows.take(near), ranks.take(near), stamps.take(near)
         order = np.lexsort((stamps, ranks))[:count]
-        return rows[order], ranks[order]
-
-    def _behind(self, count: int, look: Look) -> Rows:
-        """Others that may go, log by log from where the last call stopped, each from its oldest: of less worth first,
-        about. Their ranks are not known, so they say nothing of what an evicted block was worth."""
-        parts: list[Rows] = [np.empty(0, dtype=np.uint32)]
-        number, after = self._passed
-        left = _MOST_MET
-        for number in range(number, len(self._logs) + 1):
-            for rows, stamps in self._entries(number):
-                at = int(np.searchsorted(stamps, after, side="right"))
-                while at < len(rows) and count > 0 and look.left > 0 and left > 0:
-                    stop = min(at + min(look.left, look.at_once), len(rows))
-                    met = rows[at:stop][self._stamp.take(rows[at:stop]) == stamps[at:stop]]
-                    met = met[look(met)][:count]
-                    self._stamp[met] = -1
-                    parts.append(met)
-                    count, left = count - len(met), left - (stop - at)
-                    if count > 0:
-                        after, at = int(stamps[stop - 1]), stop
-                if count <= 0 or look.left <= 0 or left <= 0:
-                    self._passed = number, after
-                    return np.concatenate(parts)
-            after = -1
-        self._passed = 0, -1
-        return np.concatenate(parts)
-
-    def _entries(self, number: int) -> Iterator[tuple[Rows, I64]]:
-        """Rows and stamps of a log, dead ones too, in order; behind the last log are the young."""
-        if number == len(self._logs):
-            yield self._young_rows[: self._young_count], self._young_stamps[: self._young_count]
-            return
-        log = self._logs[number]
-        for entries in log.parts() if log is not None else ():
-            yield entries.rows, entries.stamps
+        found: Rows = rows[order]
+        if len(found):
+            self._left(ranks[order])
+        self._stamp[found] = -1
+        return found
 
     def _forget(self, rows: Rows) -> None:
         self._stamp[rows] = -1

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from eviction.base import Chooser
-from eviction.lru import LruPolicy
 from kvstore.client import StopReason
 from kvstore.config import ServeConfig
-from kvstore.daemon.policies import begin_policies, policy_fields, resize_policies, say_policy_faults
-from kvstore.daemon.owner import Owner
+from kvstore.daemon.policies import begin_policies, policy_fields, resize_policies
 from kvstore.errors import ConfigError
 from kvstore.layout import Tier
 from kvstore.units import MIB
@@ -77,34 +74,6 @@ def test_a_policy_that_nobody_registered_is_refused_with_the_names_of_those_ther
         ConfigError, match=r"nvme_policy: no eviction policy is named 'clairvoyant'.*arc, auto, fifo"
     ):
         begin_policies(Rig().store, config)
-
-
-class Braggart(LruPolicy, Chooser):
-    """Says of its candidates what is no number."""
-
-    in_charge = "me"
-
-    def hit_rates(self) -> dict[str, float]:
-        return {"me": "all"}  # type: ignore[dict-item]
-
-
-def test_a_policy_that_failed_is_said_once_and_stands_in_status(capfd: pytest.CaptureFixture[str]) -> None:
-    rig = Rig(hbm=16, dram=8, nvme=0)
-    owner = Owner(store=rig.store, config=ServeConfig(socket="/run/kv.sock"), boot_epoch=1)
-    rankings = rig.store.hints.rankings
-    rankings.rank(Tier.DRAM, "braggart", Braggart, 8 * PAGE)
-    rig.write_through(rig.attach(), chain(4))
-    rankings.tell(1.0)
-    say_policy_faults(owner)
-    assert not owner.warnings
-    assert policy_fields(rankings, Tier.DRAM) == {"policy": "lru"}
-    for _ in range(2):
-        say_policy_faults(owner)
-    assert capfd.readouterr().err.count("policy failed") == 1
-    assert owner.counters.values()["policy_faults_total"] == 1
-    (warning,) = owner.warnings.values()
-    assert warning.startswith("dram_policy braggart raised in what it says of its candidates: TypeError: ")
-    assert warning.endswith("dram goes by lru until the daemon starts again")
 
 
 def test_a_tier_of_another_size_begins_anew_and_loses_nothing() -> None:
