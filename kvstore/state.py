@@ -222,12 +222,12 @@ class StoreState:
         Nobody holds them. Returns the number of rows that ended.
         """
         pool = self.pool(tier)
-        rows = pool.row[slots]
+        rows = pool.row.take(slots)
         if tier is Tier.NVME:
             self.nvme_changed[slots] = 1
         elif tier is Tier.DRAM:
             self.early.gone(slots)
-        if tier is Tier.HBM:
+        if tier is Tier.HBM and self.columns.shape.devices > 1:
             self.columns.hbm[pool.devices(slots), rows] = NONE
         else:
             self.table.column(tier, 0)[rows] = NONE

@@ -128,7 +128,7 @@ class SlotPool:
 
     def slot_bytes(self, slots: U32) -> U64:
         """[n] size of each slot."""
-        sizes: U64 = self._columns.extent_slot_bytes[self.extent[slots]]
+        sizes: U64 = self._columns.extent_slot_bytes.take(self.extent.take(slots))
         return sizes
 
     def is_all_of(self, slot_bytes: int) -> bool:
@@ -137,7 +137,7 @@ class SlotPool:
 
     def devices(self, slots: U32) -> NDArray[np.uint8]:
         """[n] device or path of each slot."""
-        found: NDArray[np.uint8] = self._columns.extent_device[self.extent[slots]]
+        found: NDArray[np.uint8] = self._columns.extent_device.take(self.extent.take(slots))
         return found
 
     # -- states

@@ -200,9 +200,9 @@ class BlockTable:
     def has_copy(self, rows: U32) -> NDArray[np.bool_]:
         """[n] whether any tier has the block, or is about to."""
         columns = self.columns
-        copy = (columns.dram[rows] != NONE) | (columns.nvme[rows] != NONE)
+        copy = (columns.dram.take(rows) != NONE) | (columns.nvme.take(rows) != NONE)
         for device in range(columns.shape.devices):
-            copy |= columns.hbm[device, rows] != NONE
+            copy |= columns.hbm[device].take(rows) != NONE
         found: NDArray[np.bool_] = copy
         return found
 

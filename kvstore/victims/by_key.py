@@ -108,10 +108,10 @@ class ByKey:
         if len(pool.holders):
             good &= pool.holders[low:high] == 0
         slots = (np.flatnonzero(good) + low).astype(np.uint32)
-        slots = slots[self._state.columns.touch[pool.row[slots]] <= threshold]
+        slots = slots[self._state.columns.touch.take(pool.row.take(slots)) <= threshold]
         of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
         of_class[owner.extents] = True
-        slots = slots[of_class[pool.extent[slots]]]
+        slots = slots[of_class.take(pool.extent.take(slots))]
         slots = slots[self._evictable(pool, slots)]
         below: U32 = slots[self._keys(pool, slots) <= threshold]
         return below
@@ -122,14 +122,14 @@ class ByKey:
         keys = np.zeros(len(slots), dtype=np.uint64)
         keys[eligible] = self._keys(pool, slots[eligible])
         best = slots[self._state.policy.victims(keys, eligible, count)]
-        rows = pool.row[best]
-        return Chosen(best, self._state.columns.touch[rows], kept(self._state, rows))
+        rows = pool.row.take(best)
+        return Chosen(best, self._state.columns.touch.take(rows), kept(self._state, rows))
 
     def _keys(self, pool: SlotPool, slots: U32) -> U64:
         """[n] eviction keys of SEALED slots."""
-        rows = pool.row[slots]
+        rows = pool.row.take(slots)
         columns = self._state.columns
-        keys = columns.touch[rows]
+        keys: U64 = columns.touch.take(rows)
         ranking = self._state.rankings.get(pool.tier)
         if ranking is not None:
             keys[ranking.knows(rows)] |= _KNOWN
@@ -145,23 +145,23 @@ class ByKey:
         """[count, or fewer] whether the next victims are as they were when they were chosen."""
         slots, state = chosen.slots[:count], self._state
         good = self._evictable(pool, slots)
-        rows = pool.row[slots[good]]
-        same = state.columns.touch[rows] == chosen.touches[:count][good]
+        rows = pool.row.take(slots[good])
+        same = state.columns.touch.take(rows) == chosen.touches[:count][good]
         good[good] = same & (~kept(state, rows) | chosen.kept[:count][good])
         return good
 
 
 def kept(state: StoreState, rows: U32) -> NDArray[np.bool_]:
     """[n] whether a queued request wants each block, or an engine had it retained: it goes after all others."""
-    wanted: NDArray[np.bool_] = state.queued.wanted[rows] > 0
+    wanted: NDArray[np.bool_] = state.queued.wanted.take(rows) > 0
     return wanted | state.retention.holds(rows, state.now_ms)
 
 
 def lower(columns: Columns, tier: Tier, rows: U32) -> NDArray[np.bool_]:
     """[n] whether a lower tier has each block as well."""
-    found: NDArray[np.bool_] = columns.nvme[rows] != NONE
+    found: NDArray[np.bool_] = columns.nvme.take(rows) != NONE
     if tier is Tier.HBM:
-        found |= columns.dram[rows] != NONE
+        found |= columns.dram.take(rows) != NONE
     return found
 
 

@@ -341,13 +341,13 @@ class Evictor:
         state, columns = self._state, self._state.columns
         good = pool.sealed(slots)
         if len(pool.holders):
-            good &= pool.holders[slots] == 0
-        rows = np.where(good, pool.row[slots], 0)
+            good &= pool.holders.take(slots) == 0
+        rows = np.where(good, pool.row.take(slots), np.uint32(0))
         good = self._turns.passes(good, pool.tier, slots)
-        good &= state.waits.waited[rows] == 0
-        pinned = columns.priority[rows] == PINNED
+        good &= state.waits.waited.take(rows) == 0
+        pinned = columns.priority.take(rows) == PINNED
         if pool.tier is Tier.NVME:
-            good &= ~pinned & ~state.dram.filling(np.where(good, columns.dram[rows], np.uint32(NONE)))
+            good &= ~pinned & ~state.dram.filling(np.where(good, columns.dram.take(rows), np.uint32(NONE)))
         elif pinned.any():
             good &= ~(pinned & ~lower(columns, pool.tier, rows))
         return good
