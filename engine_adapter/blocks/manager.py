@@ -334,7 +334,7 @@ class KvstoreBlockManager:
         """See BlockManager. What is loaded from behind comes into the table here."""
         self._absorb_events()  # what was lost must not come into a table
         entry = self._requests[request]
-        progress = self._plans.progress(entry.lease, num_tokens)
+        progress = self._plans.progress(entry.lease, num_tokens, alone=len(self._requests) == 1)
         if progress is None:
             return Reach(computed_tokens=num_tokens, stop_tokens=EVERYTHING)
         for piece in progress.pieces:
@@ -342,6 +342,7 @@ class KvstoreBlockManager:
             self._session.stage(dropped_hbm=unused)
         if progress.pieces:
             entry.pages = self._session.hbm.page_of(entry.slots)
+            self._session.step()  # what is of no more use here may be what the next pieces lack
         entry.overtaken += progress.overtaken
         return progress.reach
 

@@ -115,6 +115,9 @@ class BothEnds:
         with self._lock:
             self._meeting.advance(-(-tokens // self._namespace.block_tokens))
             done, self._done = self._done, []
+            if done:  # pages come back in exchange
+                for asked in self._asked:
+                    asked.again_at = 0.0 if asked.lacks_slots else asked.again_at
             return Taken(done, self._meeting.next_loaded)
 
     def stop(self, tokens: int) -> int:
@@ -228,6 +231,8 @@ class BothEnds:
 
     def _drop(self, asked: _Asked) -> None:
         self._asked.remove(asked)
+        if asked.nbytes and asked.slots is None:
+            self._choice.not_loaded_beside(asked.nbytes, self._clock() - asked.asked_at)
         if asked.grant is not None:
             asked.grant.abandon()
         if asked.load is not None:

@@ -103,6 +103,17 @@ class LoadChoice:
         with self._lock:
             self._meter.loaded_beside(nbytes, seconds)
 
+    def not_loaded_beside(self, nbytes: int, seconds: float) -> None:
+        """A load as in `loaded_beside` has not come for so long, and is not waited for any more. Any thread."""
+        self._beside_at = self._clock()
+        with self._lock:
+            self._meter.not_loaded_beside(nbytes, seconds)
+
+    def both_took(self, plan: Plan, seconds: float) -> None:
+        """Both ends of a request that this engine had nothing beside have met after so long."""
+        with self._lock:
+            self._meter.both_took(plan.meet_s, seconds)
+
     def stored(self, nbytes: int, began_at: float) -> None:
         """A copy of so many bytes to DRAM has ended, that was handed to the copier then."""
         now = self._clock()
@@ -224,6 +235,10 @@ class LoadChoice:
         self._queue = (queued, now)
         return queued
 
+    def queue_cancelled(self) -> None:
+        """What this engine itself had queued is not going to be read: not counted until the daemon has heard of it."""
+        self._queue = (0, self._clock())
+
     # ------------------------------------------------------------ what came of it
 
     def admitted(
@@ -236,6 +251,8 @@ class LoadChoice:
         saved_s = max(0.0, plan.compute_all_s - plan.expected_s)
         with self._lock:
             self._stores.saved(saved_s)
+            if plan.way is not Way.BOTH_ENDS:
+                self._meter.other_way()
         if (tiers == Tier.NVME).any() and self._disk.use is not Use.OUT:
             self._disk.spent(_WORTH_SHARE * plan.compute_all_s, 1)
             self._disk.saved(saved_s)

@@ -61,6 +61,7 @@ class _Planned:
     trial: bool  # it waits for a moment, to see how fast a disk is
     both: BothEnds | None = None
     overtaken_blocks: int = 0
+    alone: bool = True  # the engine has had no other request since
 
 
 class LoadPlans:
@@ -138,6 +139,8 @@ class LoadPlans:
         if loads:
             return Ask(len(prompt), wait_s=trial_s or self._choice.patience_s(plan))
         self._session.cancel(lease)  # what a prefetch of it has not read yet is not to be read from the front
+        if previous is not None:
+            self._choice.queue_cancelled()
         if found[plan.load_end] == Tier.DRAM:
             return Ask(plan.load_end, private=True)  # by its name it would be a hit
         return Ask(len(prompt), private=True)
@@ -205,11 +208,15 @@ class LoadPlans:
 
     # ------------------------------------------------------------ while it runs
 
-    def progress(self, lease: int, num_tokens: int) -> Progress | None:
-        """Of a request that has computed so many tokens, those of steps under way included; None: nothing is loaded."""
+    def progress(self, lease: int, num_tokens: int, alone: bool) -> Progress | None:
+        """Of a request that has computed so many tokens, those of steps under way included; None: nothing is loaded.
+
+        `alone`: the engine has no other.
+        """
         planned = self._planned.get(lease)
         if planned is None or planned.both is None:
             return None
+        planned.alone &= alone
         both, block_tokens = planned.both, self._namespace.block_tokens
         taken, here = both.take(num_tokens), -(-num_tokens // block_tokens)
         run = taken.run
@@ -221,6 +228,8 @@ class LoadPlans:
         planned.overtaken_blocks += len(overtaken)
         if overtaken.stop >= both.end:
             self._decided(planned, both.begin + planned.overtaken_blocks)
+            if planned.alone:
+                self._choice.both_took(planned.plan, self._clock() - planned.asked_at)
             self.end(lease)
         tokens = overtaken.stop * block_tokens
         stop_tokens = EVERYTHING if overtaken.stop >= both.end else tokens + block_tokens

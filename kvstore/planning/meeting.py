@@ -45,7 +45,9 @@ def piece_blocks(blocks: int, slot_bytes: int, speed: TierSpeed | None) -> int:
     """Blocks of a piece where so many may have to be loaded from a tier of this speed; at least one."""
     if speed is None:
         return max(1, _FIRST_PIECE_BYTES // slot_bytes)
-    wanted = min(int(speed.bytes_per_s * _PIECE_S), -(-blocks // _PIECES) * slot_bytes, _MOST_PIECE_BYTES)
+    # A smaller one than the first costs its messages: measured by such, a disk looks slower, and pieces become smaller.
+    timely = max(int(speed.bytes_per_s * _PIECE_S), _FIRST_PIECE_BYTES)
+    wanted = min(timely, -(-blocks // _PIECES) * slot_bytes, _MOST_PIECE_BYTES)
     return max(1, wanted // slot_bytes)
 
 

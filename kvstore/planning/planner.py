@@ -14,7 +14,7 @@ the same to load, and ever more to compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import groupby, pairwise
 
@@ -88,6 +88,8 @@ class Plan:
     """To the first token; with the next two, 0 where something was not measured yet."""
     load_all_s: float
     compute_all_s: float
+    meet_s: float = 0.0
+    """Until both ends meet, as their speeds by themselves say; 0 where they do not, or something was not measured."""
 
     @property
     def loaded_blocks(self) -> int:
@@ -133,9 +135,11 @@ def plan_request(question: Question, speeds: Speeds) -> Plan:
     found = _plan(way, cached, load_end, cached, best_s, load_all_s, compute_all_s)
     if question.ends is Ends.BOTH:
         front = _quick_end(question)
-        meet, both_s = costs.both(front)
+        meet, meet_s, after_s = costs.both(front)
+        both_s = meet_s * speeds.both_factor + after_s
         if front < meet < cached and both_s < best_s * (1.0 - _WORTH_SHARE) - _WORTH_S:
-            return _plan(Way.BOTH_ENDS, cached, front, meet, both_s, load_all_s, compute_all_s)
+            plan = _plan(Way.BOTH_ENDS, cached, front, meet, both_s, load_all_s, compute_all_s)
+            return replace(plan, meet_s=meet_s)
     return found
 
 
@@ -216,8 +220,8 @@ class _Costs:
         """The leading blocks are loaded, then all others computed."""
         return self.load(0, load_end, self._alone) + self.compute(load_end, self._question.num_tokens)
 
-    def both(self, front: int) -> tuple[int, float]:
-        """Where loads from the back meet a computation that begins at `front`, and the seconds of the whole."""
+    def both(self, front: int) -> tuple[int, float, float]:
+        """Where loads from the back meet a computation that begins at `front`; seconds until then, and from then on."""
         question = self._question
         before_s, after_s = self.load(0, front, self._alone), self.compute(self._cached, question.num_tokens)
 
@@ -232,7 +236,7 @@ class _Costs:
         meet = min(choices, key=choices.__getitem__)
         # Where they meet, a step or a piece that is under way has to end first.
         margin_s = self._prefill.step_s + _MARGIN * min(computed_s(meet), loaded_s(meet))
-        return meet, choices[meet] + after_s + margin_s
+        return meet, choices[meet] + margin_s, after_s
 
 
 def _first(begin: int, end: int, holds: Callable[[int], bool]) -> int:

@@ -30,7 +30,10 @@ _NO_HICCUP, _CHANGED = 3, 3.0
 _FADE, _FADED = 0.98, 0.05
 """What a kind counts less with each measurement of others, and at least: what was seen once is not forgotten."""
 _APART = 1.5
-"""Of a disk by itself and of one beside a computation, neither is believed to be so many times on the wrong side."""
+"""A disk is not believed to be so many times faster beside a computation than by itself."""
+_BOTH_NEWEST, _BOTH_MOST, _BOTH_FADE = 0.25, 4.0, 0.97
+"""What both ends took beside what was expected: weight of the newest, the most that one says, and how it is forgotten
+with each request that goes another way, so that both ends are tried again after some tens of them."""
 _FIT_PART = 32
 _SIMPLER = 0.002
 """A line with one cost less is taken where its mean square error, relative, is no more than that worse."""
@@ -85,6 +88,9 @@ class Speeds:
     tiers: Mapping[Tier, TierSpeed]
     beside: TierSpeed | None = None
     """A disk that is read while the same engine computes, whose threads then wait for each other; None: never so."""
+
+    both_factor: float = 1.0
+    """How many times as long both ends have taken lately as was expected; at least 1."""
 
     @property
     def behind(self) -> TierSpeed | None:
@@ -199,7 +205,7 @@ def _least_squares(
 class SpeedMeter:
     """The estimators of one engine."""
 
-    __slots__ = ("_attention", "_beside", "_prefill", "_proven", "_tiers")
+    __slots__ = ("_attention", "_beside", "_both", "_prefill", "_proven", "_tiers")
 
     def __init__(self, *, attention: float = 0.0) -> None:
         """`attention`: what a token costs more for each token before it, as a share of what it costs with none.
@@ -212,6 +218,7 @@ class SpeedMeter:
         self._proven = 0
         self._tiers: dict[Tier, _Line] = {}
         self._beside = _Line(2)
+        self._both = 1.0
 
     def computed(self, tokens: int, context: float, seconds: float) -> None:
         """A step computed so many tokens of prompts, `context`: the sum over them of the tokens before each."""
@@ -231,13 +238,33 @@ class SpeedMeter:
                 self._beside.measured(features, seconds)
 
     def loaded_beside(self, nbytes: int, seconds: float) -> None:
-        """As `loaded`, from a disk while the engine computed. By itself it is not slower, whatever was measured."""
+        """As `loaded`, from a disk while the engine computed."""
         if nbytes > 0:
-            features = (nbytes / _BYTES, 1.0)
+            self._beside.measured((nbytes / _BYTES, 1.0), seconds)
+
+    def not_loaded_beside(self, nbytes: int, seconds: float) -> None:
+        """A load as in `loaded_beside` was given up after so long, or its use is over.
+
+        Says something where it should have come by then. Were it left out, only loads that came soon would count, and a
+        disk from which few come in time would be taken for a fast one.
+        """
+        features = (nbytes / _BYTES, 1.0)
+        if nbytes > 0 and seconds > self._beside.expected(features):
             self._beside.measured(features, seconds)
-            alone = self._tiers.get(Tier.NVME)
-            if alone is not None and alone.expected(features) > seconds * _APART:
-                alone.measured(features, seconds)
+
+    def both_took(self, expected_s: float, seconds: float) -> None:
+        """Both ends of a request that was alone have met after so long.
+
+        Whatever makes them slower than loads and steps by themselves (threads and processes that lack a core, pages
+        that come late) counts here, without a model of it.
+        """
+        if expected_s > 0:
+            found = min(max(seconds / expected_s, 1.0), _BOTH_MOST)
+            self._both += _BOTH_NEWEST * (found - self._both)
+
+    def other_way(self) -> None:
+        """A request went another way than both ends."""
+        self._both = 1.0 + _BOTH_FADE * (self._both - 1.0)
 
     def speeds(self) -> Speeds:
         """What is known now. A disk that was only read beside computations is not faster without: so it counts."""
@@ -245,7 +272,7 @@ class SpeedMeter:
         tiers = {tier: _tier(line) for tier, line in self._tiers.items()}
         if beside is not None:
             tiers.setdefault(Tier.NVME, beside)
-        return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside)
+        return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside, both_factor=self._both)
 
     def _prefill_speed(self) -> PrefillSpeed | None:
         if not self._prefill.count:

@@ -83,6 +83,8 @@ class VirtualServer:
             ends=self.ends,
         )
         plan = plan_request(question, self.meter.speeds())
+        if plan.way is not Way.BOTH_ENDS:
+            self.meter.other_way()
         if plan.way is Way.BOTH_ENDS:
             ttft_s = self._both(plan, tokens)
         elif plan.way is Way.LOAD:
@@ -148,6 +150,9 @@ class VirtualServer:
                 meeting.loaded(read.piece, read.done_at)
                 meeting.piece = piece_blocks(blocks, work.slot_bytes, self._both_speeds()[1])
                 self._ask(meeting, reads, read.done_at)
+        self.meter.both_took(plan.meet_s, now)
+        for read in reads:
+            self.meter.not_loaded_beside(read.nbytes, now - read.asked_at)
         return now + self.compute(plan.cached_blocks * BLOCK_TOKENS, tokens)
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:

@@ -42,6 +42,9 @@ class Choice:
     def queued_bytes(self) -> int:
         return 0
 
+    def queue_cancelled(self) -> None:
+        pass
+
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
         self.measured.append((tier, nbytes, seconds))
 
