@@ -61,6 +61,8 @@ class SessionStreams:
 
     async def serve(self, requests: AsyncIterator[pb.ClientMessage | Malformed], context: Context) -> None:
         """One stream from its first to its last message."""
+        # Not with the first answer: grpc sends it twice where that answer was cancelled midway, and then no status.
+        await context.send_initial_metadata(())
         outbox = Outbox(
             max_messages=self._limits.session_queue_messages,
             max_bytes=QUEUED_MESSAGES * self._limits.message_bytes,
