@@ -34,7 +34,7 @@ from kvstore.daemon.namespaces import NAMESPACES, Namespaces, read_beside_slabs
 from kvstore.daemon.notify import Notifier
 from kvstore.daemon.nvme import SlabTable, secret_on_disk
 from kvstore.daemon.owner import Owner
-from kvstore.daemon.policies import begin_policies, resize_policies
+from kvstore.daemon.policies import begin_policies, resize_policies, say_policy_faults
 from kvstore.daemon.recovery import SECRET, TABLES, Tables, match_descriptors, open_tables, tenant_secret
 from kvstore.daemon.resizing import Resizing
 from kvstore.daemon.services import Services
@@ -318,6 +318,7 @@ class Daemon:
             resize_policies(
                 self._owner.store.hints.rankings, self._memory.dram_bytes, self._movers.capacity_bytes
             )
+            say_policy_faults(self._owner)
             self._movers.commit_soon()
 
     def _keeper_restarted(self) -> None:

@@ -48,6 +48,7 @@ _NAMES = (
     "plan_computed_blocks_total",
     "plan_load_requests_total",
     "plan_loaded_blocks_total",
+    "policy_faults_total",
     "resumes_total",
     "sessions_dead_total",
     "sessions_lost_total",

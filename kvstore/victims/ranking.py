@@ -9,12 +9,15 @@ So a policy may know blocks that the tier has not got yet, or never gets: those 
 Of blocks that no prompt was given (answers, what a session without HBM of ours seals) it hears when they come. What it
 was never told of (blocks of an earlier daemon, or found on disk) are *strangers*: none was used since the policy began,
 so they go before all that it knows, by the store's own order. So a start costs nothing, and loses none of it.
+
+A policy that breaks its contract (`kvstore.victims.policy_border`) orders nothing from then on: the tier has none, and
+goes by the store's own key, which is tail-first LRU.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +27,7 @@ from eviction.base import MayGo, Policy, PolicyFactory, Stop, Use
 from kvstore.layout import GENERATION_SHIFT, NONE, Columns, State, Tier, states
 from kvstore.moves import U32, Grant
 from kvstore.tables.slots import SlotPool
+from kvstore.victims.policy_border import Guarded, PolicyFault, raised_in
 
 __all__ = ["Ranking", "Rankings"]
 
@@ -44,6 +48,7 @@ class Ranking:
         "_column",
         "_columns",
         "_factory",
+        "_failed",
         "_policy",
         "_pool",
         "_told",
@@ -52,16 +57,24 @@ class Ranking:
     )
 
     def __init__(
-        self, name: str, factory: PolicyFactory, capacity_bytes: int, pool: SlotPool, columns: Columns
+        self,
+        name: str,
+        factory: PolicyFactory,
+        capacity_bytes: int,
+        pool: SlotPool,
+        columns: Columns,
+        failed: Callable[[PolicyFault], None],
     ) -> None:
-        """`capacity_bytes` is the size of the tier, in which there may be no memory yet."""
+        """`capacity_bytes` is the size of the tier, in which there may be no memory yet; `failed` takes the tier's
+        policy away, at once and for good."""
         self.name = name
         self._factory = factory
         self._capacity_bytes = capacity_bytes
         self._pool = pool
         self._columns = columns
         self._column: U32 = columns.dram if pool.tier is Tier.DRAM else columns.nvme
-        self._policy: Policy | None = None  # made when the first block tells how large blocks are
+        self._failed = failed
+        self._policy: Guarded | None = None  # made when the first block tells how large blocks are
         self._told: U32 = np.zeros(columns.shape.max_rows, dtype=np.uint32)
         """[rows] the generation plus one under which the policy knows a row; 0: it does not."""
         self.all_known = False
@@ -73,7 +86,7 @@ class Ranking:
     @property
     def policy(self) -> Policy | None:
         """None before the first block."""
-        return self._policy
+        return None if self._policy is None else self._policy.policy
 
     def resize(self, capacity_bytes: int) -> None:
         """The tier has another size. By much: the policy begins anew, and what it knew are strangers."""
@@ -102,9 +115,11 @@ class Ranking:
             rows, fresh = rows[mine], fresh[mine]
         if not len(rows) or not self._is_made(rows):
             return
-        assert self._policy is not None
         self._forget(rows[fresh & (self._told[rows] != 0)])  # other blocks in the same rows
-        self._policy.use(
+        policy = self._policy
+        if policy is None:  # it failed just now
+            return
+        policy.use(
             Use(
                 rows=rows,
                 fresh=fresh,
@@ -144,6 +159,10 @@ class Ranking:
             self._forget(np.unique(np.concatenate(gone)))
         return slots
 
+    def left(self, rows: U32) -> None:
+        """The tier has let these go: what the policy knows of them it did not name itself."""
+        self._forget(rows[self.knows(rows)])
+
     def _may_come(self, rows: U32) -> NDArray[np.bool_]:
         """[n] whether each block that the tier has not may be on its way down to it."""
         columns = self._columns
@@ -170,13 +189,24 @@ class Ranking:
             if not len(slots):
                 return False
             blocks = self._capacity_bytes // int(self._pool.slot_bytes(slots[:1])[0])
-            self._policy = self._factory(rows=len(self._column), capacity_blocks=max(blocks, 1))
+            try:
+                made = self._factory(rows=len(self._column), capacity_blocks=max(blocks, 1))
+            except Exception as error:  # noqa: BLE001 (code of others: the tier goes on without it)
+                self.fail(raised_in("its constructor", error))
+                return False
+            self._policy = Guarded(made, len(self._column), self.fail)
         return True
+
+    def fail(self, what: str) -> None:
+        """The policy did what it must not: it is asked nothing more, and the tier has none."""
+        self._policy = None
+        self._told[:] = 0
+        self._failed(PolicyFault(tier=self._pool.tier, policy=self.name, what=what))
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the policy's parts contradict each other, or what it was told. O(rows)."""
         if self._policy is not None:
-            self._policy.check_integrity()
+            self._policy.policy.check_integrity()
             assert np.count_nonzero(self._told) == len(self._policy)
 
 
@@ -203,7 +233,7 @@ class _Came:
 class Rankings:
     """The rankings of all tiers that have one, and what is still to be told."""
 
-    __slots__ = ("_by_tier", "_columns", "_expected", "_noted", "_pools", "_served", "_wanted")
+    __slots__ = ("_by_tier", "_columns", "_expected", "_noted", "_pools", "_served", "_wanted", "faults")
 
     def __init__(self, columns: Columns, dram: SlotPool, nvme: SlotPool, wanted: NDArray[np.uint32]) -> None:
         """`wanted`: [rows] how many queued requests will ask for each."""
@@ -215,6 +245,8 @@ class Rankings:
         self._served: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._expected: list[U32] = []
         """Rows that came into DRAM for a queued request: it tells of them."""
+        self.faults: dict[Tier, PolicyFault] = {}
+        """Of tiers whose policy was taken away."""
 
     def __iter__(self) -> Iterator[tuple[Tier, Ranking]]:
         return iter(self._by_tier.items())
@@ -225,7 +257,14 @@ class Rankings:
 
     def rank(self, tier: Tier, name: str, factory: PolicyFactory, capacity_bytes: int) -> None:
         """From now on a policy orders the tier, DRAM or NVMe, which has this size; blocks in it are strangers."""
-        self._by_tier[tier] = Ranking(name, factory, capacity_bytes, self._pools[tier], self._columns)
+        self.faults.pop(tier, None)
+        self._by_tier[tier] = Ranking(
+            name, factory, capacity_bytes, self._pools[tier], self._columns, self._failed
+        )
+
+    def _failed(self, fault: PolicyFault) -> None:
+        self._by_tier.pop(fault.tier, None)
+        self.faults.setdefault(fault.tier, fault)  # the first counts: what comes of it is no other
 
     # -- notes
 
@@ -276,12 +315,12 @@ class Rankings:
             if isinstance(note, _Served):
                 rows = note.rows[note.rows != NONE]
                 told = len(rows)
-                for ranking in self._by_tier.values():
+                for ranking in tuple(self._by_tier.values()):  # one may fail, and is taken out then
                     ranking.used(rows, now_s, note.blocks)
             elif isinstance(note, _Ended):
                 rows = note.rows[note.rows != NONE]
                 told = len(rows)
-                for ranking in self._by_tier.values():
+                for ranking in tuple(self._by_tier.values()):
                     ranking.ended(rows, note.stop)
             else:
                 slots = self._came_with(note)
@@ -301,7 +340,9 @@ class Rankings:
 
     def _tell_came(self, tier: Tier, rows: U32, now_s: float) -> None:
         """What came and was not told of with its prompt is used now; what a queued request waits for it will tell."""
-        ranking = self._by_tier[tier]
+        ranking = self._by_tier.get(tier)
+        if ranking is None:  # its policy was taken away since this was noted
+            return
         rows = rows[~ranking.knows(rows)]
         if tier is Tier.DRAM and len(rows):
             awaited = self._wanted[rows] > 0

@@ -246,3 +246,4 @@ def test_every_policy_keeps_a_store_sound() -> None:
                 rig.store.hints.rankings.check_integrity()
                 rig.check()
         assert rig.counter("evictions_nvme") > 0
+        assert not rig.store.hints.rankings.faults
