@@ -59,7 +59,8 @@ def draw_curves(comparison: Comparison, path: Path, *, token_bytes: int | None =
     axes.legend(fontsize=8)
     if token_bytes:
         gib = unique * trace.block_tokens * token_bytes / GIB / 100
-        above = axes.secondary_xaxis("top", functions=(lambda pct: pct * gib, lambda size: size / gib))
+        scales = (lambda pct: np.asarray(pct, float) * gib, lambda size: np.asarray(size, float) / gib)
+        above = axes.secondary_xaxis("top", functions=scales)
         above.set_xlabel("GiB")
     files = path.with_suffix(".png"), path.with_suffix(".svg")
     figure.savefig(files[0], dpi=150)

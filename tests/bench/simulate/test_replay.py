@@ -104,7 +104,6 @@ def test_wrong_options(option: tuple[str, str]) -> None:
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="curves need the extra `sim`")
     run(
         str(DATA / "mooncake.jsonl"), "--policy", "lru", "--capacity", "5%,20%", "--plot", str(tmp_path / "a")
     )
