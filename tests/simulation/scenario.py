@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.config import Durability
@@ -20,6 +19,7 @@ from kvstore.errors import KvstoreError
 from kvstore.layout import Tier
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.simulation.asked import Clear, Flush, Resize
 from tests.simulation.clients import Clients
 from tests.simulation.disk import PAGE, Odds
 from tests.simulation.life import Life
@@ -30,33 +30,6 @@ from tests.simulation.shape import Death, Wrong
 
 _ALL_NAMESPACES = 0xFFFFFFFF
 _OPENING_STEPS = 4000
-
-
-@dataclass
-class _Flush:
-    task: asyncio.Task[Flushed]
-    wanted: set[Key]
-    """What was in DRAM when it was asked for."""
-    durable: dict[Key, Place] | None = None
-    """What the store counted as written when the flush began to make it durable."""
-    void: bool = False
-    """A file that it may have counted on was deleted meanwhile."""
-
-
-@dataclass
-class _Resize:
-    task: asyncio.Task[bool]
-    path: int | None
-    """None: DRAM."""
-
-
-@dataclass
-class _Clear:
-    task: asyncio.Task[object]
-    which: int | None
-    sealed_since: set[Key]
-    kept: set[Key] | None = None
-    """What the store had once it had removed what nobody held."""
 
 
 class Scenario:
@@ -77,9 +50,9 @@ class Scenario:
         self._owed: dict[Key, Place] = {}
         self._stale: dict[Key, Place] = {}
         """Entered by the last start though their slots had been given to other blocks, or were being: misses to be."""
-        self._flushes: list[_Flush] = []
-        self._clears: list[_Clear] = []
-        self._resize: _Resize | None = None
+        self._flushes: list[Flush] = []
+        self._clears: list[Clear] = []
+        self._resize: Resize | None = None
         self._slabs = [plan.shape.slabs] * plan.shape.paths
         """The most slabs that each path may have now: of its old size and its new one, until it has that."""
         self.most_slabs = plan.shape.slabs + (1 if plan.resizes else 0)
@@ -178,7 +151,7 @@ class Scenario:
         life = self.machine.life
         self._watch_flushes()
         task = life.loop.create_task(life.movers.flush(5.0))
-        self._flushes.append(_Flush(task, in_dram(life)))
+        self._flushes.append(Flush(task, in_dram(life)))
         self.machine.note("flush begins")
 
     def _stop_in_order(self) -> None:
@@ -189,7 +162,7 @@ class Scenario:
         self._watch_flushes()
         life.owner.draining = True
         self._stop = life.loop.create_task(self._end(life))
-        self._flushes.append(_Flush(self._stop, in_dram(life)))
+        self._flushes.append(Flush(self._stop, in_dram(life)))
         self.machine.note("the daemon is told to end")
 
     async def _end(self, life: Life) -> Flushed:
@@ -208,7 +181,7 @@ class Scenario:
         client = self.rng.choice([None, *self.clients.all.values()])
         namespace = _ALL_NAMESPACES if client is None else client.namespace
         task = life.loop.create_task(life.admin.clear(pb.ClearRequest(namespace=namespace)))
-        self._clears.append(_Clear(task, None if client is None else client.which, set()))
+        self._clears.append(Clear(task, None if client is None else client.which, set()))
         self.machine.note(f"clear of namespace {'*' if client is None else client.which} begins")
 
     def _begin_resize(self) -> None:
@@ -223,7 +196,7 @@ class Scenario:
             wanted = self.rng.randrange(1, shape.slabs + 2)
             self._slabs[path] = max(self._slabs[path], wanted)
             task = life.loop.create_task(life.resize_path(path, wanted))
-        self._resize = _Resize(task, path)
+        self._resize = Resize(task, path)
         self.machine.counts["resizes"] += 1
         self.machine.note(f"{'dram' if path is None else f'path {path}'} is to have {wanted} extents")
 
@@ -367,7 +340,7 @@ class Scenario:
         for key in keys:
             self.promised.pop(key, None)
 
-    def _keys_of(self, clear: _Clear) -> set[Key]:
+    def _keys_of(self, clear: Clear) -> set[Key]:
         return set().union(*self._every_key) if clear.which is None else self._every_key[clear.which]
 
     def _on_life(self) -> None:
