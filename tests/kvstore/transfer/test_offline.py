@@ -37,7 +37,9 @@ def test_blocks_of_two_disks_come_out_without_a_service_and_are_served_elsewhere
         with pytest.raises(AlreadyExists, match=r"in use .* without --offline") as refused:
             export(place / "early", namespace="m", offline=True, nvme=folders)
         assert refused.value.retry_after_s is None, "a service in use does not end in a tenth of a second"
-        service.call("Clear", pb.ClearRequest(digest=digest), service="admin")
+        reply = service.call("Clear", pb.ClearRequest(digest=digest), service="admin")
+        assert isinstance(reply, pb.ClearReply)
+        assert (reply.removed_blocks, reply.kept_blocks) == (7, 0)
     with opened_folders(folders) as offline:
         told = {
             part.value: info.blocks

@@ -154,9 +154,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Service:  # type: ignore
 
 def emptied(service: Service) -> Service:
     """Nothing is cached."""
-
-    service.call("Clear", pb.ClearRequest(namespace=0xFFFFFFFF), service="admin")
+    wait_for("nothing to be held", lambda: not cleared(service).kept_blocks)
     return service
+
+
+def cleared(service: Service) -> pb.ClearReply:
+    reply = service.call("Clear", pb.ClearRequest(namespace=0xFFFFFFFF), service="admin")
+    assert isinstance(reply, pb.ClearReply)
+    return reply
 
 
 def test_what_is_whole_of_a_file_that_was_cut_short_is_stored(
