@@ -25,7 +25,8 @@ from engine_adapter.loading.choice import LoadMode
 
 __all__ = ["CPU", "CPU_SHORT", "CUDA", "PlannerResult", "PlannerRow", "figures", "measure", "plan_for"]
 
-_WARM = 3  # prompts of each engine that are not counted: speeds are measured, the throttle's pause is used up
+_WARM = 6
+"""Prompts of each engine that are not counted: the promise begins with the seventh (docs/planner.md)."""
 _PROMISE_SHARE, _PROMISE_S = 1.05, 0.002
 CPU_SHORT = ChoicePlan(
     model="llama-tiny",
