@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.simulate.readers.base import Chains, Format, Row
+from bench.simulate.readers.fields import ids_of, number_of, tokens_of, whole
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 
 __all__ = ["BAILIAN"]
 
 _BLOCK_TOKENS = 16
+_MOST_CHATS = 1 << 62
 
 
 def _read(rows: Iterable[Row], name: str) -> Trace:
@@ -20,7 +22,9 @@ def _read(rows: Iterable[Row], name: str) -> Trace:
     sessions: dict[int, int] = {}
     count = 0
     for row in rows:
-        chat, parent = int(row["chat_id"]), int(row.get("parent_chat_id", -1))
+        chat, parent = whole(row, "chat_id", 0, _MOST_CHATS), -1
+        if "parent_chat_id" in row:
+            parent = whole(row, "parent_chat_id", -1, _MOST_CHATS)
         session = sessions.get(parent if parent >= 0 else chat)
         if session is None:
             session = count
@@ -28,10 +32,10 @@ def _read(rows: Iterable[Row], name: str) -> Trace:
         sessions[chat] = session
         builder.add(
             Turn(
-                time_ms=round(float(row["timestamp"]) * 1000),
-                ids=chains.ids(row["hash_ids"]),
-                prompt_tokens=int(row["input_length"]),
-                output_tokens=int(row["output_length"]),
+                time_ms=round(number_of(row, "timestamp") * 1000),
+                ids=chains.ids(ids_of(row, "hash_ids")),
+                prompt_tokens=tokens_of(row, "input_length"),
+                output_tokens=tokens_of(row, "output_length"),
                 session=session,
             )
         )

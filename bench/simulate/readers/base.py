@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulate.trace import Trace
-from kvstore.errors import InvalidArgument, NotFound
+from kvstore.errors import InvalidArgument, MissingExtra
 
 __all__ = ["Chains", "Conversations", "Format", "Row", "rows_of"]
 
 Row = Mapping[str, Any]
 
+_BUFFER_BYTES = 1 << 20
 _WINDOW_BYTES = 1 << 31  # the traces are packed with windows that long
 
 
@@ -25,7 +26,8 @@ _WINDOW_BYTES = 1 << 31  # the traces are packed with windows that long
 class Format:
     """A format. `recognises` looks at the first row; `read` takes all rows and the name that the trace shall have.
 
-    `read` raises KeyError, TypeError or ValueError at a row that is not of the format; the caller says which.
+    `read` raises KeyError or ValueError at a row that is not of the format, before it asks for the next one; the
+    caller says which that is.
     """
 
     name: str
@@ -36,16 +38,16 @@ class Format:
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
-    """Line number and object of each line of JSON Lines, plain or with zstd. Raises: NotFound, InvalidArgument."""
+    """Line number and object of each line of JSON Lines, plain or with zstd. Raises: InvalidArgument, MissingExtra."""
     if not path.is_file():
-        raise NotFound(f"{path} is not a file")
-    with _text_of(path) as lines:
+        raise InvalidArgument(f"{path} is not a file")
+    with _lines_of(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
                 raise InvalidArgument(f"{path}:{number}: is no JSON: {error}") from None
             if not isinstance(row, dict):
                 raise InvalidArgument(f"{path}:{number}: a row is a JSON object, not {type(row).__name__}")
@@ -53,16 +55,24 @@ def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 @contextmanager
-def _text_of(path: Path) -> Iterator[Iterable[str]]:
-    with path.open("rb") as file:
+def _lines_of(path: Path) -> Iterator[Iterable[bytes]]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise InvalidArgument(f"{path}: cannot be read: {error.strerror}") from None
+    with file:
         if path.suffix != ".zst":
-            yield io.TextIOWrapper(file, encoding="utf-8")
+            yield file
             return
-        import zstandard
-
+        try:
+            import zstandard
+        except ImportError:
+            raise MissingExtra(
+                "zstandard is needed for .zst and not installed: pip install 'kvstore[sim]'"
+            ) from None
         unpacked = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(file)
         try:
-            yield io.TextIOWrapper(unpacked, encoding="utf-8")
+            yield io.BufferedReader(unpacked, _BUFFER_BYTES)
         except zstandard.ZstdError as error:
             raise InvalidArgument(f"{path}: is no zstd: {error}") from None
 

@@ -13,6 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.simulate.readers.base import Format, Row
+from bench.simulate.readers.fields import (
+    MOST_TOKENS,
+    list_of,
+    number_of,
+    text_of,
+    tokens_of,
+    whole,
+    whole_number,
+)
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 from eviction.base import Stop
 
@@ -24,25 +33,29 @@ _COARSE_TOKENS = (
 )
 _STOPS = {"tool_use": Stop.TOOL_USE, "end_turn": Stop.END_TURN}
 
+_MOST_IDS = (1 << 31) - 1
+
 I32 = NDArray[np.int32]
 
 
 def _read(rows: Iterable[Row], name: str) -> Trace:
     builder, base = TraceBuilder(), 0
     for session, row in enumerate(rows):
-        if int(row["block_size"]) != _BLOCK_TOKENS:
+        if whole(row, "block_size", 1, MOST_TOKENS) != _BLOCK_TOKENS:
             raise ValueError(f"block_size is {row['block_size']}, not {_BLOCK_TOKENS}")
         most = 0
-        for time_s, request, ids in sorted(_walk(row["requests"], 0.0), key=lambda each: each[0]):
+        for time_s, request, ids in sorted(_walk(list_of(row, "requests"), 0.0), key=lambda each: each[0]):
             most = max(most, int(ids.max(initial=0)) + 1)
+            if base + most > _MOST_IDS:
+                raise ValueError(f"its ids and those of the sessions before it are more than {_MOST_IDS:,}")
             builder.add(
                 Turn(
                     time_ms=round(time_s * 1000),
                     ids=ids + np.int32(base),
-                    prompt_tokens=int(request["in"]),
-                    output_tokens=int(request["out"]),
+                    prompt_tokens=tokens_of(request, "in"),
+                    output_tokens=tokens_of(request, "out"),
                     session=session,
-                    stop=_STOPS.get(request["stop"], Stop.UNKNOWN),
+                    stop=_stop_of(request),
                 )
             )
         base += most
@@ -54,11 +67,30 @@ def _walk(requests: Iterable[Row], start_s: float) -> Iterator[tuple[float, Row,
     prompt = np.empty(0, dtype=np.int32)
     for request in requests:
         if request["type"] == "subagent":
-            yield from _walk(request["requests"], start_s + request["t"])
+            yield from _walk(list_of(request, "requests"), start_s + number_of(request, "t"))
             continue
-        runs = [np.arange(first, first + count, dtype=np.int32) for first, count in request["add"]]
-        prompt = np.concatenate((prompt[: request["keep"]], *runs))
-        yield start_s + request["t"], request, prompt
+        prompt = np.concatenate((prompt[: whole(request, "keep", 0, len(prompt))], *_runs(request)))
+        if (np.diff(prompt) <= 0).any() and len(np.unique(prompt)) < len(prompt):
+            raise ValueError("a prompt has a block twice")
+        yield start_s + number_of(request, "t"), request, prompt
+
+
+def _runs(request: Row) -> Iterator[I32]:
+    """The ids that a prompt has anew. Looked at before they are made: a count that is wrong fills the memory."""
+    most = tokens_of(request, "in") // _BLOCK_TOKENS + 1
+    for run in list_of(request, "add"):
+        if not isinstance(run, list) or len(run) != 2:
+            raise ValueError(f"add has {run!r:.40}, not a first id and a count")
+        first, count = (whole_number(value, "add", 0, _MOST_IDS) for value in run)
+        if count > most or first + count > _MOST_IDS:
+            raise ValueError(
+                f"add has {count:,} ids from {first:,} on, in a prompt of {request['in']:,} tokens"
+            )
+        yield np.arange(first, first + count, dtype=np.int32)
+
+
+def _stop_of(request: Row) -> Stop:
+    return Stop.UNKNOWN if request["stop"] is None else _STOPS.get(text_of(request, "stop"), Stop.UNKNOWN)
 
 
 def _recognises(row: Row) -> bool:

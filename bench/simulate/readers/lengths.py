@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.simulate.readers.base import Format, Row
+from bench.simulate.readers.fields import number_of, tokens_of
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 
 __all__ = ["LENGTHS"]
@@ -18,14 +19,14 @@ _BLOCK_TOKENS = 512
 def _read(rows: Iterable[Row], name: str) -> Trace:
     builder, base = TraceBuilder(), 0
     for number, row in enumerate(rows):
-        tokens = int(row["input_length"])
+        tokens = tokens_of(row, "input_length")
         blocks = tokens // _BLOCK_TOKENS
         builder.add(
             Turn(
-                time_ms=int(row["timestamp"]),
+                time_ms=int(number_of(row, "timestamp")),
                 ids=range(base, base + blocks),
                 prompt_tokens=tokens,
-                output_tokens=int(row["output_length"]),
+                output_tokens=tokens_of(row, "output_length"),
                 session=number,
             )
         )

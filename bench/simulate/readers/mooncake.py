@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.simulate.readers.base import Conversations, Format, Row
+from bench.simulate.readers.fields import ids_of, number_of, once, tokens_of
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 
 __all__ = ["MOONCAKE"]
@@ -18,14 +19,19 @@ _BLOCK_TOKENS = 512
 def _read(rows: Iterable[Row], name: str) -> Trace:
     builder, sessions = TraceBuilder(), Conversations()
     for row in rows:
-        ids, tokens = row["hash_ids"], int(row["input_length"])
+        ids, tokens = once(ids_of(row, "hash_ids"), "hash_ids"), tokens_of(row, "input_length")
+        full = tokens // _BLOCK_TOKENS
+        if full > len(ids):
+            raise ValueError(
+                f"input_length is {tokens:,}, and hash_ids has {len(ids):,} blocks of {_BLOCK_TOKENS}"
+            )
         builder.add(
             Turn(
-                time_ms=int(row["timestamp"]),
+                time_ms=int(number_of(row, "timestamp")),
                 ids=ids,
                 prompt_tokens=tokens,
-                output_tokens=int(row["output_length"]),
-                session=sessions.of(ids, tokens // _BLOCK_TOKENS),
+                output_tokens=tokens_of(row, "output_length"),
+                session=sessions.of(ids, full),
             )
         )
     return builder.build(name, _BLOCK_TOKENS, Pacing.TRACE)

@@ -17,13 +17,15 @@ from kvstore.errors import InvalidArgument
 
 __all__ = ["FORMATS", "open_trace"]
 
+_WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What a row that is not of its format ends in: KeyError, ValueError where the reader saw it, else what it led to."""
 FORMATS: tuple[Format, ...] = (RECORDED, CLAUDE_CODE, BAILIAN, MOONCAKE, TEXT, LENGTHS)
 
 
 def open_trace(path: Path, block_tokens: int | None = None) -> Trace:
     """Reads a whole trace. `block_tokens`: a multiple of the trace's own; None: what its format is read with.
 
-    Raises: NotFound, InvalidArgument with the line that is wrong.
+    Raises: MissingExtra, InvalidArgument with the line that is wrong.
     """
     rows = _Rows(path)
     form = next((form for form in FORMATS if form.recognises(rows.first)), None)
@@ -32,8 +34,8 @@ def open_trace(path: Path, block_tokens: int | None = None) -> Trace:
         raise InvalidArgument(f"{path}: the first row is of no format that is known ({known})")
     try:
         trace = form.read(iter(rows), path.name.partition(".")[0])
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+    except _WRONG as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InvalidArgument(f"{path}:{rows.number}: is no row of a {form.name} trace: {what}") from None
     wanted = block_tokens or form.default_block_tokens
     return trace if wanted is None else trace.coarsened(wanted)

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from bench.simulate.readers.base import Conversations, Format, Row
+from bench.simulate.readers.fields import MOST_TOKENS, number_of, once, text_of, tokens_of, whole
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 from eviction.base import Stop
 
 __all__ = ["RECORDED", "VERSION", "header", "row_of"]
 
 VERSION = 1
+_STOPS = {stop.name.lower(): stop for stop in Stop}
 
 
 def header(*, block_tokens: int) -> dict[str, object]:
@@ -41,20 +43,24 @@ def _read(rows: Iterable[Row], name: str) -> Trace:
     first = next(all_rows)
     if first["kvstore_trace"] != VERSION:
         raise ValueError(f"a recording of version {first['kvstore_trace']}, not {VERSION}")
+    block_tokens = whole(first, "block_tokens", 1, MOST_TOKENS)
     builder, conversations = TraceBuilder(), Conversations()
     for row in all_rows:
-        ids = np.frombuffer(base64.b64decode(row["blocks"]), dtype="<i8")
+        ids = np.frombuffer(base64.b64decode(text_of(row, "blocks"), validate=True), dtype="<i8")
+        stop = text_of(row, "stop")
+        if stop not in _STOPS:
+            raise ValueError(f"stop is {stop!r}, none of {', '.join(_STOPS)}")
         builder.add(
             Turn(
-                time_ms=int(row["time_ms"]),
+                time_ms=int(number_of(row, "time_ms")),
                 ids=ids,
-                prompt_tokens=int(row["prompt_tokens"]),
-                output_tokens=int(row["output_tokens"]),
-                session=conversations.of(ids.tolist(), len(ids)),
-                stop=Stop[row["stop"].upper()],
+                prompt_tokens=tokens_of(row, "prompt_tokens"),
+                output_tokens=tokens_of(row, "output_tokens"),
+                session=conversations.of(once(ids.tolist(), "blocks"), len(ids)),
+                stop=_STOPS[stop],
             )
         )
-    return builder.build(name, int(first["block_tokens"]), Pacing.TRACE)
+    return builder.build(name, block_tokens, Pacing.TRACE)
 
 
 def _recognises(row: Row) -> bool:

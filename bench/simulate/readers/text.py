@@ -8,8 +8,10 @@ text; with a tokeniser the end of that may move by a block. No model file is nee
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from bench.simulate.readers.base import Chains, Format, Row
+from bench.simulate.readers.fields import number_of, text_of
 from bench.simulate.trace import Pacing, Trace, TraceBuilder, Turn
 
 __all__ = ["TEXT"]
@@ -20,21 +22,38 @@ _TOKEN_BYTES = 4
 _BLOCK_BYTES = _BLOCK_TOKENS * _TOKEN_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    time_us: int
+    prompt: bytes
+    output_tokens: int
+    session: str
+
+
+def _read_row(row: Row) -> _Request:
+    return _Request(
+        time_us=int(number_of(row, "timestamp")),
+        prompt=text_of(row, "input").encode(),
+        output_tokens=-(-len(str(row.get("output", "")).encode()) // _TOKEN_BYTES),
+        session=f"{row.get('agent', '')}/{row['session_id']}",
+    )
+
+
 def _read(rows: Iterable[Row], name: str) -> Trace:
-    ordered = sorted(rows, key=lambda row: int(row["timestamp"]))
+    ordered = sorted((_read_row(row) for row in rows), key=lambda request: request.time_us)
     builder, chains = TraceBuilder(), Chains()
     sessions: dict[str, int] = {}
-    start_us = int(ordered[0]["timestamp"]) if ordered else 0
-    for row in ordered:
-        prompt = row["input"].encode()
+    start_us = ordered[0].time_us if ordered else 0
+    for request in ordered:
+        prompt = request.prompt
         full = len(prompt) // _BLOCK_BYTES * _BLOCK_BYTES
         builder.add(
             Turn(
-                time_ms=(int(row["timestamp"]) - start_us) // 1000,
+                time_ms=(request.time_us - start_us) // 1000,
                 ids=chains.ids(prompt[at : at + _BLOCK_BYTES] for at in range(0, full, _BLOCK_BYTES)),
                 prompt_tokens=-(-len(prompt) // _TOKEN_BYTES),
-                output_tokens=-(-len(str(row.get("output", "")).encode()) // _TOKEN_BYTES),
-                session=sessions.setdefault(f"{row.get('agent', '')}/{row['session_id']}", len(sessions)),
+                output_tokens=request.output_tokens,
+                session=sessions.setdefault(request.session, len(sessions)),
             )
         )
     return builder.build(name, _BLOCK_TOKENS, Pacing.TRACE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer import Typer
 from typer.testing import CliRunner
@@ -14,7 +16,9 @@ from bench.simulate.compare import compare
 from bench.simulate.readers.open import open_trace
 from bench.simulate.replay import replay
 from bench.simulate.stack import lru_curve
+from eviction.base import MayGo, Rows
 from eviction.factory import policy_factory
+from eviction.lru import LruPolicy
 from kvstore.errors import ConfigError, InvalidArgument, MissingExtra
 from tests.bench.simulate.traces import DATA, random_chains, trace_of, whole
 
@@ -30,6 +34,47 @@ def run(*arguments: str) -> dict[str, object]:
     assert done.exit_code == 0, done.output
     found: dict[str, object] = json.loads(done.stdout)
     return found
+
+
+class Twice(LruPolicy):
+    def victims(self, count: int, now_s: float, may_go: MayGo | None = None) -> Rows:
+        found = super().victims(count, now_s, may_go)
+        return np.repeat(found[:1], len(found))
+
+
+class NotCached(LruPolicy):
+    def victims(self, count: int, now_s: float, may_go: MayGo | None = None) -> Rows:
+        super().victims(count, now_s, may_go)
+        return np.arange(count, dtype=np.uint32)
+
+
+class TooFew(LruPolicy):
+    def victims(self, count: int, now_s: float, may_go: MayGo | None = None) -> Rows:
+        return super().victims(count - 1, now_s, may_go)
+
+
+class Raises(LruPolicy):
+    def expect(self, _waiting: Sequence[Rows]) -> None:
+        raise RuntimeError("no\nidea")
+
+
+@pytest.mark.parametrize(
+    "policy, said",
+    [
+        (Twice, "named victims that are none: a block twice, or one that is not cached"),
+        (NotCached, "named victims that are none"),
+        (TooFew, "victims where"),
+        (Raises, "raised in a replay: RuntimeError: no idea ("),
+    ],
+)
+def test_a_policy_that_breaks_its_contract_ends_the_replay(policy: type[LruPolicy], said: str) -> None:
+    """One that named a block over and over left more in its cache than fits, and beat the optimum."""
+    trace = trace_of(random_chains(200, 1))
+    with pytest.raises(InvalidArgument) as error:
+        replay(trace, policy(rows=trace.unique_blocks, capacity_blocks=40), 40, 2)
+    assert said in error.value.message
+    assert policy.__name__ in error.value.message
+    assert "\n" not in error.value.message
 
 
 @pytest.mark.parametrize("capacity", [3, 17, 90])
