@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,11 +56,22 @@ WorkerOption = Annotated[
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on standard error: a line that changes, or in a log one behind the other."""
+def progress(*, every_s: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """What is being done, on standard error: a line that changes, or in a log one behind the other.
+
+    In a log those are left out that come sooner than `every_s` after one that was not.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
+        said_s = float("-inf")
+
+        def say(text: str) -> None:
+            nonlocal said_s
+            if (now_s := time.monotonic()) - said_s >= every_s:
+                said_s = now_s
+                print(text, file=sys.stderr, flush=True)
+
+        yield say
         return
     with console.status("starting") as status:
         yield lambda text: status.update(text)

@@ -22,10 +22,14 @@ from bench.simulate.stack import request_hits
 from bench.simulate.trace import Trace
 from kvstore.units import GIB, format_duration, format_size
 
-__all__ = ["Advice", "Prices", "SizeRow", "advise"]
+__all__ = ["NO_IDS", "Advice", "Prices", "SizeRow", "advise"]
 
 I64 = NDArray[np.int64]
 
+NO_IDS = (
+    "The trace has lengths and no ids of blocks: no hit rate can be known from it, nor what DRAM or NVMe would save. "
+    "`kvstore record` makes one that has them."
+)
 _FEWEST_BLOCKS = 8
 _YEAR_H = 8766.0
 
@@ -185,6 +189,12 @@ def _rows(model: Model, sizes: Sequence[_Size]) -> list[SizeRow]:
 
 def _words(trace: Trace, model: Model, sizes: Sequence[_Size], best: _Choice, prefill_s: float) -> list[str]:
     dram, disk = best.dram, best.disk
+    if not trace.ids_known:
+        tokens = f"{trace.prompt_tokens.mean():,.0f}"
+        return [
+            f"{len(trace):,} prompts of {tokens} tokens. Computed in full, one takes {_time(prefill_s)}.",
+            NO_IDS,
+        ]
     first = (
         f"{len(trace):,} prompts of {trace.prompt_tokens.mean():,.0f} tokens; {infinite_hit_rate(trace):.1%} of their "
         f"blocks have been there before: more no cache can hit. Computed in full, a prompt takes {_time(prefill_s)}."

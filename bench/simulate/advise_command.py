@@ -67,7 +67,8 @@ def advise(
         print(json.dumps(advice.to_json()))
     else:
         console = Console()
-        console.print(advice_table(advice))
+        if requests.ids_known:
+            console.print(advice_table(advice))
         for line in advice.words:
             console.print(line, highlight=False)
     for file in drawn:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from bench.output import JsonOption, progress
+from bench.simulate.advice import NO_IDS
 from bench.simulate.compare import Comparison, compare
 from bench.simulate.hardware import Hardware, Model, model_of
 from bench.simulate.options import (
@@ -94,6 +95,8 @@ def simulate(
         comparison = compare(requests, names, percents, look_ahead, say) if percents else None
         outcomes = _serve(requests, shape, tiers, names, speed, say) if tiers else []
         drawn = draw_curves(comparison, plot, token_bytes=shape.token_bytes) if plot and comparison else ()
+    if not requests.ids_known:
+        Console(stderr=True).print(NO_IDS)
     _print(comparison, outcomes, as_json=as_json)
     for file in drawn:
         Console(stderr=True).print(f"drawn: {file}")
@@ -121,7 +124,7 @@ def _print(comparison: Comparison | None, outcomes: list[StoreOutcome], *, as_js
         stores = {"store": [outcome.to_json() for outcome in outcomes]} if outcomes else {}
         print(json.dumps(found | stores))
         return
-    if comparison:
+    if comparison and comparison.trace.ids_known:
         Console().print(policies_table(comparison))
     if outcomes:
         Console().print(store_table(outcomes))

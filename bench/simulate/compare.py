@@ -62,6 +62,7 @@ class Comparison:
                 "block_tokens": trace.block_tokens,
                 "accesses": len(trace.blocks),
                 "unique_blocks": trace.unique_blocks,
+                "ids_known": trace.ids_known,
             },
             "speed": [
                 {

@@ -70,7 +70,8 @@ class StoreOutcome:
 def serve(
     trace: Trace, model: Model, tiers: TierBytes, policy: str, speed: float, progress: Callable[[float], None]
 ) -> StoreOutcome:
-    """Serves a trace. Raises: InvalidArgument where a tier is smaller than a block, or the policy is not there."""
+    """Serves a trace. Raises: InvalidArgument where a tier is smaller than a block, or the policy is not there or
+    breaks its contract."""
     slot_bytes = model.token_bytes * trace.block_tokens
     sizes = Sizes(slot_bytes=slot_bytes, hbm_bytes=tiers.hbm, dram_bytes=tiers.dram, nvme_bytes=tiers.nvme)
     if sizes.hbm < 2 or (tiers.nvme and not sizes.dram):
@@ -78,7 +79,10 @@ def serve(
             f"a block of {trace.block_tokens} tokens of {model.name} takes {slot_bytes:,} bytes: --hbm must hold some, "
             "and a disk needs DRAM before it"
         )
-    served = Serving(trace, model, sizes, _factory(policy), speed).run(progress)
+    serving = Serving(trace, model, sizes, _factory(policy), speed)
+    served = serving.run(progress)
+    for fault in serving.store.hints.rankings.faults.values():
+        raise InvalidArgument(f"the policy {policy} {fault.what}")
     return _outcome(tiers, policy, served, without_store(trace, model, speed))
 
 

@@ -26,6 +26,7 @@ from kvstore.wire.v1 import kvstore_pb2 as pb
 __all__ = ["Writer", "record"]
 
 _POLL_S = 0.5
+_SAY_S = 30.0  # between lines of a log, which may last for days
 _SALT_BYTES = 32
 
 
@@ -43,7 +44,7 @@ def record(
         file = out.open("x", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
-    with file, progress() as say:
+    with file, progress(every_s=_SAY_S) as say:
         writer = Writer(file)
         try:
             for reply in _replies(socket, until_s):
@@ -106,7 +107,9 @@ class Writer:
 
     def summary(self, out: Path) -> str:
         """What was written and what was not, in a line."""
-        text = f"{format_count(self.prompts)} prompts in blocks of {self._block_tokens} tokens: {out}"
+        text = f"no prompts came: {out} is no trace yet"
+        if self._block_tokens:
+            text = f"{format_count(self.prompts)} prompts in blocks of {self._block_tokens} tokens: {out}"
         if self._other_sizes:
             text += f"; {format_count(self._other_sizes)} with blocks of another or an unknown size left out"
         if self._missed:

@@ -46,6 +46,8 @@ class Trace:
     turn: I32  # 0 is the first request of its session
     stop: U8  # eviction.base.Stop
     unique_blocks: int
+    ids_known: bool = True
+    """False: it has lengths alone, so that which blocks are equal, and with it every hit rate, cannot be known."""
 
     def __len__(self) -> int:
         return len(self.time_ms)

@@ -134,10 +134,20 @@ class Tenancy:
         if partly:
             warnings[f"{_TOPIC} in part"] = (
                 f"tenants or namespaces that are not served in full: {format_count(partly)}; `kvstore status` lists "
-                "them, `kvstore resume` ends that"
+                f"them, {self._ends_it()} ends that"
             )
         else:
             warnings.pop(f"{_TOPIC} in part", None)
+
+    def _ends_it(self) -> str:
+        """The command for those that are restricted: a bare `resume` is of the whole cache."""
+        tenants = [name for name, use in self._of_tenant.items() if self._configured.get(name) is not use]
+        ways = []
+        if tenants:
+            ways.append(f"`kvstore resume --tenant {tenants[0] if len(tenants) == 1 else 'NAME'}`")
+        if self._of_namespace:
+            ways.append("`kvstore resume --namespace DIGEST`")
+        return " or ".join(ways)
 
     def restricted(self) -> list[pb.RestrictedUse]:
         """Tenants, then namespaces, of which less than all is allowed."""

@@ -6,6 +6,7 @@ What such a trace can say: the load, first-token times without any hit, bytes th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from bench.simulate.readers.base import Format, Row
 from bench.simulate.readers.fields import number_of, tokens_of
@@ -31,7 +32,7 @@ def _read(rows: Iterable[Row], name: str) -> Trace:
             )
         )
         base += blocks
-    return builder.build(name, _BLOCK_TOKENS, Pacing.TRACE)
+    return replace(builder.build(name, _BLOCK_TOKENS, Pacing.TRACE), ids_known=False)
 
 
 def _recognises(row: Row) -> bool:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from bench.simulate.advice import Advice, Prices, advise
 from bench.simulate.advise_command import advise as command
+from bench.simulate.command import simulate
 from bench.simulate.hardware import Hardware, Model, model_of
 from bench.simulate.stack import lru_curve
 from tests.bench.simulate.traces import DATA, random_chains, trace_of
@@ -76,3 +77,17 @@ def test_the_command() -> None:
     assert "have been there before" in " ".join(shown.split())
     found = json.loads(CliRunner().invoke(app, [path, "--json"], catch_exceptions=False).stdout)
     assert {"dram_bytes", "nvme_bytes", "rows", "words"} <= set(found)
+
+
+def test_where_no_ids_are_no_hit_rate_is_said() -> None:
+    """It advised against DRAM, and `simulate` printed hit rates of 0, which nobody had measured."""
+    app = Typer()
+    app.command("advise")(command)
+    app.command("simulate")(simulate)
+    for name in ("advise", "simulate"):
+        done = CliRunner().invoke(app, [name, str(DATA / "lengths.jsonl")], catch_exceptions=False)
+        assert done.exit_code == 0
+        shown = " ".join(done.output.split())
+        assert "no hit rate can be known from it" in shown
+        assert "none" not in shown
+        assert "hit rate (gap closed)" not in shown

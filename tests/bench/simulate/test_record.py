@@ -63,6 +63,15 @@ def test_hashes_are_salted() -> None:
     assert len(texts[0]) == len(texts[1])
 
 
+def test_where_nothing_came_it_says_so(tmp_path: Path) -> None:
+    """It said that no prompts were written in blocks of 0 tokens."""
+    writer = Writer(io.StringIO())
+    writer.take(pb.RecordReply())
+    assert (
+        writer.summary(tmp_path / "live.jsonl") == f"no prompts came: {tmp_path}/live.jsonl is no trace yet"
+    )
+
+
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "there.jsonl"
     out.write_text("mine")
@@ -89,6 +98,7 @@ def test_live_traffic_is_recorded_and_read() -> None:
             app, [str(out), "--for", "0.2s", "--socket", service.socket], catch_exceptions=False
         )
         assert done.exit_code == 0
+        assert done.stderr.count("prompts") == 2, "one line of progress in 30 s, and the summary"
         trace = open_trace(out)
     assert trace.block_tokens == BLOCK_TOKENS
     assert np.diff(trace.offsets).tolist() == [10, 12, 5]

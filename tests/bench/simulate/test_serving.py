@@ -18,8 +18,9 @@ from bench.simulate.serving import Serving
 from bench.simulate.stack import lru_curve
 from bench.simulate.tiered import Sizes
 from bench.simulate.trace import Trace
-from eviction.base import PolicyFactory
+from eviction.base import MayGo, PolicyFactory, Rows
 from eviction.factory import policy_factory
+from eviction.lru import LruPolicy
 from kvstore.errors import InvalidArgument
 from tests.bench.simulate.traces import DATA, random_chains, trace_of
 
@@ -150,6 +151,20 @@ def test_policies_order_dram_and_disk() -> None:
     hits = [sum(served.hit_blocks.values()) / served.prompt_blocks for served in (own, lru, fifo)]
     assert hits[1] == pytest.approx(hits[0], abs=0.01)
     assert hits[2] < hits[1] - 0.01
+
+
+class Rude(LruPolicy):
+    """Names what may not go."""
+
+    def victims(self, count: int, now_s: float, _may_go: MayGo | None = None) -> Rows:
+        return super().victims(count, now_s, None)
+
+
+def test_a_policy_that_breaks_its_contract_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store goes on by its own key then, whose figures are not the policy's."""
+    monkeypatch.setattr("bench.simulate.outcome.policy_factory", lambda _name: Rude)
+    with pytest.raises(InvalidArgument, match="the policy rude named victims that are none"):
+        serve(spaced(60, 3), model(), tiers(20, 30, 0), "rude", 1.0, quiet)
 
 
 def slots_of(found: TierBytes) -> Sizes:

@@ -126,6 +126,7 @@ def test_a_paused_tenant_misses_and_stores_nothing_while_others_go_on(client: Ma
     assert ask(bob, range(40), 2) == HITS
     stats = service.stats()
     assert "that are not served in full: 1; `kvstore status` lists" in " ".join(stats.warnings)
+    assert "`kvstore resume --tenant alice` ends that" in " ".join(stats.warnings), "a bare `resume` does not"
     assert stats.counters["seals_dropped"] - dropped == 10
     assert not stats.paused
     assert ("alice", pb.CACHE_USE_OFF) in {(item.tenant, item.cache_use) for item in stats.restricted}
