@@ -90,8 +90,10 @@ class Policy(Protocol):
     def victims(self, count: int, now_s: float, may_go: MayGo | None = None, /) -> Rows:
         """At most `count` cached rows, those that go first in order; they have left the policy.
 
-        Fewer than `count` only where fewer may go. What may not go stays as it is. Names that left are remembered
-        as long as the policy finds use for them.
+        Without `may_go` fewer than `count` only where there are fewer. `may_go` it asks of a bounded number of rows
+        (`eviction.look`), so that no call is long however much may not go: it may name fewer, or none, where too few of
+        those may go that come first; later calls find others. What may not go stays as it is. Names that left are
+        remembered as long as the policy finds use for them.
         """
         ...
 

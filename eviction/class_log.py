@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Rows
+from eviction.base import MayGo, Rows
 
 __all__ = ["NO_ENTRIES", "ClassLog", "Entries"]
 
@@ -35,6 +35,10 @@ class Entries:
     def live(self, alive: I64) -> I64:
         """Places of those that count. `alive`: [rows] the stamp of each row that counts."""
         return np.flatnonzero(alive[self.rows] == self.stamps)
+
+    def of_those(self, places: I64, may_go: MayGo | None) -> I64:
+        """Those places whose blocks may go."""
+        return places if may_go is None else places[may_go(self.rows[places])]
 
 
 class _Segment:
@@ -85,8 +89,9 @@ class ClassLog:
         """All, dead ones too, as views; marks and stamps ascend, from one to the next as well."""
         return (segment.entries() for segment in self._segments if segment.end > segment.start)
 
-    def first(self, count: int, alive: I64) -> Entries:
-        """The oldest `count` live entries, or all. O(count and the dead between them); those before them but once."""
+    def first(self, count: int, alive: I64, may_go: MayGo | None = None) -> Entries:
+        """The oldest `count` live entries that may go, or all. O(count and what is between them); the dead before them
+        but once."""
         found: list[Entries] = []
         at, width = 0, 2 * count
         while count > 0 and at < len(self._segments):
@@ -94,9 +99,10 @@ class ClassLog:
             position = segment.start
             while count > 0 and position < segment.end:
                 entries = segment.columns.picked(slice(position, min(position + width, segment.end)))
-                live = entries.live(alive)[:count]
+                live = entries.live(alive)
                 if position == segment.start:
                     segment.start += int(live[0]) if len(live) else len(entries.rows)
+                live = entries.of_those(live, may_go)[:count]
                 found.append(entries.picked(live))
                 count -= len(live)
                 position += len(entries.rows)
@@ -107,15 +113,15 @@ class ClassLog:
                 at += 1
         return _joined(found)
 
-    def up_to(self, mark: float, most: int, alive: I64) -> Entries:
-        """The oldest `most` live entries with marks up to this one, which may be a rounding error too low."""
+    def up_to(self, mark: float, most: int, alive: I64, may_go: MayGo | None = None) -> Entries:
+        """The oldest `most` live entries that may go, with marks up to this one, or a rounding error less."""
         found: list[Entries] = []
         bound = np.nextafter(mark, np.inf)
         for entries in self.parts():
             if most <= 0 or entries.marks[0] > bound:
                 break
             below = entries.picked(slice(0, int(np.searchsorted(entries.marks, bound, side="right"))))
-            found.append(below.picked(below.live(alive)[:most]))
+            found.append(below.picked(below.of_those(below.live(alive), may_go)[:most]))
             most -= len(found[-1].rows)
         return _joined(found)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Use
+from eviction.base import MayGo, Use
 from eviction.class_log import Entries
-from eviction.ranked import RankedPolicy
+from eviction.ranked import NO_PLAN, RankedPolicy
 
 __all__ = ["GdsfPolicy"]
 
@@ -52,18 +52,18 @@ class GdsfPolicy(RankedPolicy):
         found: F64 = _VALUES[classes] + marks[uses]
         return found
 
-    def _lowest(self, count: int) -> tuple[Entries, F64]:
+    def _lowest(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         logs = [(log, _VALUES[n]) for n, log in enumerate(self._logs) if log is not None and len(log)]
         if not logs:
-            return self._plan
+            return NO_PLAN
         # Marks ascend within a class. So many of the least ranks are no higher than the highest of as many heads.
-        heads = [log.first(_HEADS, self._stamp).marks + value for log, value in logs]
+        heads = [log.first(_HEADS, self._stamp, may_go).marks + value for log, value in logs]
         of_heads = np.concatenate(heads)
         if len(of_heads) >= count:
             highest = float(np.partition(of_heads, count - 1)[count - 1])
-            parts = [log.up_to(highest - value, count, self._stamp) for log, value in logs]
+            parts = [log.up_to(highest - value, count, self._stamp, may_go) for log, value in logs]
         else:
-            parts = [log.first(count, self._stamp) for log, _ in logs]
+            parts = [log.first(count, self._stamp, may_go) for log, _ in logs]
         ranks = np.concatenate([part.marks + value for part, (_, value) in zip(parts, logs, strict=True)])
         order = np.argsort(ranks, kind="stable")
         rows, stamps = (

@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eviction.base import Rows, Stop, Use
+from eviction.base import MayGo, Rows, Stop, Use
 from eviction.class_log import Entries
 from eviction.names import NOWHERE, Names
-from eviction.ranked import RankedPolicy
+from eviction.ranked import NO_PLAN, RankedPolicy
 from eviction.reuse_ages import BUCKETS, ReuseAges, age_buckets, age_cuts
 
 __all__ = ["HazardPolicy"]
@@ -141,7 +141,7 @@ class HazardPolicy(RankedPolicy):
         found: F64 = self._teacher.worth.reshape(-1).take(classes * BUCKETS + buckets.take(uses))
         return found
 
-    def _lowest(self, count: int) -> tuple[Entries, F64]:
+    def _lowest(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         parts: list[Entries] = []
         cuts: list[I64] = []
         numbers: list[int] = []
@@ -151,7 +151,7 @@ class HazardPolicy(RankedPolicy):
                 cuts.append(age_cuts(entries.marks, self._now_s))
                 numbers.append(number)
         if not parts:
-            return self._of_segments([], np.empty((0, 2), dtype=np.int64), np.empty(0), count)
+            return NO_PLAN
         edges = np.array(cuts)  # [logs, BUCKETS + 1] of each bucket the first entry, from the oldest bucket's
         low, high = edges[:, 1:], edges[:, :-1]
         which, bucket = np.nonzero(low < high)
@@ -159,10 +159,12 @@ class HazardPolicy(RankedPolicy):
         order = np.argsort(ranks, kind="stable")
         which, bucket = which[order], bucket[order]
         bounds = np.stack((low[which, bucket], high[which, bucket]), axis=1)
-        return self._of_segments([parts[w] for w in which.tolist()], bounds, ranks[order], count)
+        return self._of_segments([parts[w] for w in which.tolist()], bounds, ranks[order], count, may_go)
 
-    def _of_segments(self, logs: list[Entries], bounds: I64, ranks: F64, count: int) -> tuple[Entries, F64]:
-        """The live entries of the first segments, until there are `count`."""
+    def _of_segments(
+        self, logs: list[Entries], bounds: I64, ranks: F64, count: int, may_go: MayGo | None
+    ) -> tuple[Entries, F64]:
+        """The live entries of the first segments that may go, until there are `count`."""
         rows: list[Rows] = [np.empty(0, dtype=np.uint32)]
         stamps: list[I64] = [np.empty(0, dtype=np.int64)]
         of_rank: list[F64] = [np.empty(0)]
@@ -174,11 +176,13 @@ class HazardPolicy(RankedPolicy):
             part = np.concatenate([entries.rows[low:high] for entries, (low, high) in pieces])
             their = np.concatenate([entries.stamps[low:high] for entries, (low, high) in pieces])
             live = np.flatnonzero(self._stamp[part] == their)
+            if may_go is not None:
+                live = live[may_go(part[live])]
             rows.append(part[live])
             stamps.append(their[live])
             of_rank.append(np.repeat(ranks[at:stop], widths[at:stop])[live])
             count -= len(live)
-            at = stop
+            at, width = stop, 2 * width
         found = np.concatenate(of_rank)
         return Entries(rows=np.concatenate(rows), stamps=np.concatenate(stamps), marks=found), found
 

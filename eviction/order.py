@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows
+from eviction.look import Look
 
 __all__ = ["Order"]
 
@@ -36,13 +37,14 @@ class _Segment:
 class Order:
     """Rows in the order in which they were last appended. A row stands in it once."""
 
-    __slots__ = ("_count", "_hand", "_last", "_place", "_segments")
+    __slots__ = ("_count", "_hand", "_last", "_passed", "_place", "_segments")
 
     def __init__(self, rows: int) -> None:
         # [rows] serial number of the row's entry; they begin at 1, so that a new order is zeros, which take no memory
         self._place = np.zeros(rows, dtype=np.int64)
         self._count = 0
         self._hand = 0  # of the segments, where the next look for dead entries begins
+        self._passed = 0  # serial number up to which the last look found too few that may go
         self._last = _Segment(1, _FEWEST_SEGMENT)
         self._segments = [self._last]
 
@@ -101,30 +103,84 @@ class Order:
         return found
 
     def first(self, count: int, may_go: MayGo | None = None) -> Rows:
-        """The first `count` rows that may go, fewer where there are not so many."""
-        missing, at = min(count, self._count), 0
+        """The first `count` rows that may go, fewer where there are not so many.
+
+        A `Look` is asked of the first rows, and then of as many more from where a sample has one that may go or, where
+        it has none, from where the last call stopped: what may go is found in the end, and no call looks at all.
+        """
+        if not isinstance(may_go, Look):
+            return self._scan(0, count, may_go)[0]
+        count = min(count, self._count)
+        if count <= 0:
+            return _NO_ROWS
+        found, stopped_at = self._scan(0, count, may_go)
+        if len(found) >= count or not stopped_at:
+            self._passed = 0
+            return found
+        if may_go.left <= 0:
+            may_go.saw_all = False
+            return found
+        begin = self._sampled(stopped_at, may_go) or max(self._passed, stopped_at)
+        more, self._passed = self._scan(begin, count - len(found), may_go)
+        if begin > stopped_at or self._passed:
+            may_go.saw_all = False
+        return np.concatenate((found, more))
+
+    def _scan(self, begin: int, count: int, may_go: MayGo | None) -> tuple[Rows, int]:
+        """The first `count` rows that may go behind serial number `begin`; and the number to go on from, 0 at the end.
+
+        A `Look` is asked of so many as it may be at once.
+        """
+        missing, at, look = min(count, self._count), 0, may_go if isinstance(may_go, Look) else None
+        asks = min(look.left, look.at_once) if look is not None else 0
         width = max(2 * missing, _FEWEST_SCANNED)
         parts: list[Rows] = []
-        while missing > 0 and at < len(self._segments):
+        while at < len(self._segments):
             segment = self._segments[at]
-            position = segment.start
-            while missing > 0 and position < segment.end:
+            position = max(segment.start, begin - segment.base)
+            while position < segment.end:
+                if missing <= 0 or (look is not None and asks <= 0):
+                    return _joined(parts), segment.base + position
                 stop = min(position + width, segment.end)
                 width *= 2  # long stretches may be dead, or may not go
                 rows = self._live(segment, position, stop)
                 if not len(rows):
                     segment.start = stop if segment.start == position else segment.start
-                elif may_go is None or len(rows := rows[may_go(rows)]):
+                elif look is not None:
+                    rows = look.unexpected_of(rows)
+                    if len(rows) > asks:
+                        stop = int(self._place[rows[asks]]) - segment.base
+                        rows = rows[:asks]
+                    asks -= len(rows)
+                if may_go is not None and len(rows):
+                    rows = rows[may_go(rows)]
+                if len(rows):
                     parts.append(rows[:missing])
                     missing -= len(parts[-1])
+                    if missing <= 0:
+                        return _joined(parts), segment.base + position
                 position = stop
             if segment.start == segment.end and segment is not self._last:
                 self._drop(at)
             else:
                 at += 1
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else _NO_ROWS
+        return _joined(parts), 0
+
+    def _sampled(self, begin: int, look: Look) -> int:
+        """A serial number, `begin` or behind it, a little before the first that may go of a sample; 0: none of that
+        may."""
+        ranges = [(s, max(s.start, begin - s.base)) for s in self._segments if s.base + s.end > begin]
+        step = 1 + sum(s.end - low for s, low in ranges) // look.sampled
+        parts = [
+            (s.rows[low : s.end : step], np.arange(s.base + low, s.base + s.end, step)) for s, low in ranges
+        ]
+        rows, serials = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        live = (self._place[rows] == serials).nonzero()[0]
+        good = look(rows[live]).nonzero()[0]
+        if not len(good):
+            return 0
+        before = int(serials[live[good[0] - 1]]) + 1 if good[0] else begin
+        return max(before, int(serials[live[good[0]]]) - look.at_once // 2)
 
     def rows(self) -> Rows:
         """All, in order."""
@@ -183,3 +239,9 @@ class Order:
         self._place[rows] = np.arange(one.base, one.base + count)  # below `other`'s, so the order stays
         one.rows, one.start, one.end = rows, 0, count
         self._drop(self._hand + 1)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NO_ROWS

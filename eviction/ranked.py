@@ -8,6 +8,7 @@ worth less than an old one goes at once. No call looks at all blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows, Use
 from eviction.class_log import NO_ENTRIES, ClassLog, Entries
+from eviction.look import Look
 from eviction.waiting import CachePolicy
 
-__all__ = ["RankedPolicy"]
+__all__ = ["NO_PLAN", "RankedPolicy"]
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -26,6 +28,7 @@ _FEWEST_YOUNG = 1024
 _PLANNED_AHEAD = 1024
 _MOST_YOUNG = 1 << 14
 _FEWEST_MET = 128  # entries of the plan that are looked at together
+_MOST_MET = 1 << 16  # entries of the logs, dead ones and what waits too, that a call goes by behind the first
 _YOUNG_SHARE = 16  # of the cached blocks
 _ALL_YOUNG = 2048  # blocks of a small cache: their ranks are made anew at each call, and none lies in a log
 
@@ -47,7 +50,8 @@ class RankedPolicy(CachePolicy):
         self._young_count = 0
         self._any_logged = False
         self._all_planned = False  # all that is in the logs is in the plan
-        self._plan = _NO_PLAN
+        self._passed = 0, -1  # log, and stamp in it, that the last look behind the first went by
+        self._plan = NO_PLAN
         self._plan_start = 0  # what is planned before it no longer counts
 
     # -- what a policy adds
@@ -65,8 +69,9 @@ class RankedPolicy(CachePolicy):
         """[n] ranks of blocks of these classes; the mark of each is that of its use."""
 
     @abstractmethod
-    def _lowest(self, count: int) -> tuple[Entries, F64]:
-        """About `count` or more live entries of the logs, those of the least rank, ascending; their ranks."""
+    def _lowest(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
+        """`count` or more live entries of the logs that may go, those of the least rank, ascending; their ranks. Fewer
+        where there are no more."""
 
     @abstractmethod
     def _left(self, ranks: F64) -> None:
@@ -98,8 +103,35 @@ class RankedPolicy(CachePolicy):
         count = min(count, self._count)
         if count <= 0:
             return np.empty(0, dtype=np.uint32)
-        plan, plan_ranks = self._planned(count, may_go)
-        rows, stamps, ranks = self._young(may_go)
+        if isinstance(may_go, Look):
+            return self._choose_of(count, may_go)
+        rows, ranks = self._least(count, may_go)
+        self._take(rows, ranks)
+        return rows
+
+    def _choose_of(self, count: int, look: Look) -> Rows:
+        """Of the first in order those that may go; where these are too few, others behind them."""
+        for most in (count, max(2 * look.at_once, 2 * _ALL_YOUNG)):
+            rows, ranks = self._least(most, look.unexpected)
+            good = look(rows).nonzero()[0][:count]
+            if len(good) == count or len(rows) < most:
+                break
+        found = rows[good]
+        self._take(found, ranks[good])
+        if len(found) == count or len(rows) < most:
+            return found
+        look.saw_all = False
+        return np.concatenate((found, self._behind(count - len(found), look)))
+
+    def _take(self, rows: Rows, ranks: F64) -> None:
+        if len(rows):
+            self._left(ranks)
+            self._stamp[rows] = -1
+
+    def _least(self, count: int, unexpected: MayGo | None) -> tuple[Rows, F64]:
+        """The `count` of the least rank, ascending, and their ranks; fewer where there are not so many."""
+        plan, plan_ranks = self._planned(count, unexpected)
+        rows, stamps, ranks = self._young(unexpected)
         if len(plan_ranks):
             rows = np.concatenate((plan.rows, rows))
             stamps = np.concatenate((plan.stamps, stamps))
@@ -108,11 +140,63 @@ class RankedPolicy(CachePolicy):
             near = (ranks <= np.partition(ranks, count - 1)[count - 1]).nonzero()[0]
             rows, ranks, stamps = rows.take(near), ranks.take(near), stamps.take(near)
         order = np.lexsort((stamps, ranks))[:count]
-        found: Rows = rows[order]
-        if len(found):
-            self._left(ranks[order])
-        self._stamp[found] = -1
-        return found
+        return rows[order], ranks[order]
+
+    def _behind(self, count: int, look: Look) -> Rows:
+        """Others that may go: from where a sample has the first of them, log by log and each from its oldest, which is
+        of less worth first, about; or, where it has none, from where the last call stopped.
+
+        Their ranks are not known, so they say nothing of what an evicted block was worth.
+        """
+        parts: list[Rows] = [np.empty(0, dtype=np.uint32)]
+        begin, after = self._sampled(look) or self._passed
+        asks, left = min(look.left, look.at_once), _MOST_MET
+        for number in range(begin, len(self._logs) + 1):
+            for rows, stamps in self._entries(number):
+                at = int(np.searchsorted(stamps, after, side="right"))
+                while at < len(rows) and count > 0 and asks > 0 and left > 0:
+                    stop = min(at + max(asks, _FEWEST_MET), len(rows))
+                    met = rows[at:stop][self._stamp.take(rows[at:stop]) == stamps[at:stop]]
+                    met = look.unexpected_of(met)
+                    asks, left = asks - len(met), left - (stop - at)
+                    met = met[look(met)][:count]
+                    self._stamp[met] = -1
+                    parts.append(met)
+                    count -= len(met)
+                    if count > 0:
+                        after, at = int(stamps[stop - 1]), stop
+                if count <= 0 or asks <= 0 or left <= 0:
+                    self._passed = number, after
+                    return np.concatenate(parts)
+            after = -1
+        self._passed = 0, -1
+        return np.concatenate(parts)
+
+    def _sampled(self, look: Look) -> tuple[int, int] | None:
+        """A log and a stamp in it, a little before the first that may go of a sample of all; None: none of that may."""
+        logs = [(n, *part) for n in range(len(self._logs) + 1) for part in self._entries(n)]
+        step = 1 + sum(len(rows) for _, rows, _ in logs) // look.sampled
+        rows = np.concatenate([rows[::step] for _, rows, _ in logs])
+        stamps = np.concatenate([stamps[::step] for _, _, stamps in logs])
+        numbers = np.repeat([n for n, _, _ in logs], [-(-len(rows) // step) for _, rows, _ in logs])
+        live = (self._stamp.take(rows) == stamps).nonzero()[0]
+        good = look(rows[live]).nonzero()[0]
+        if not len(good):
+            return None
+        at = live[good[0]]
+        if good[0] and step <= look.at_once // 2:  # those between it and the one before it are soon looked at
+            at = live[good[0] - 1]
+            return int(numbers[at]), int(stamps[at])
+        return int(numbers[at]), int(stamps[at]) - 1
+
+    def _entries(self, number: int) -> Iterator[tuple[Rows, I64]]:
+        """Rows and stamps of a log, dead ones too, in order; behind the last log are the young."""
+        if number == len(self._logs):
+            yield self._young_rows[: self._young_count], self._young_stamps[: self._young_count]
+            return
+        log = self._logs[number]
+        for entries in log.parts() if log is not None else ():
+            yield entries.rows, entries.stamps
 
     def _forget(self, rows: Rows) -> None:
         self._stamp[rows] = -1
@@ -150,18 +234,14 @@ class RankedPolicy(CachePolicy):
     def _planned(self, count: int, may_go: MayGo | None) -> tuple[Entries, F64]:
         """At least `count` of what is planned, counts and may go, or all there is in the logs."""
         if not self._any_logged:
-            return _NO_PLAN
+            return NO_PLAN
         found = self._still_good(may_go, count)
         if len(found[1]) >= count or self._all_planned:
             return found
         size = count + _PLANNED_AHEAD
-        while True:
-            self._plan, self._plan_start = self._lowest(size), 0
-            self._all_planned = size >= self._count
-            found = self._still_good(may_go, count)
-            if len(found[1]) >= count or self._all_planned:
-                return found
-            size *= 4
+        self._plan, self._plan_start = self._lowest(size, may_go), 0
+        self._all_planned = size >= self._count and may_go is None
+        return self._still_good(may_go, count)
 
     def _still_good(self, may_go: MayGo | None, count: int) -> tuple[Entries, F64]:
         """The first `count` of the plan that count and may go; those before them that do not count are met once."""
@@ -179,7 +259,7 @@ class RankedPolicy(CachePolicy):
             missing -= len(parts[-1])
             at, width = stop, 4 * width
         if not parts:
-            return _NO_PLAN
+            return NO_PLAN
         found = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return entries.picked(found), ranks.take(found)
 
@@ -212,7 +292,7 @@ class RankedPolicy(CachePolicy):
             return
         self._settle(classes, Entries(rows=rows, stamps=stamps, marks=marks))
         self._young_count = self._marks_count = 0
-        self._plan, self._plan_start, self._all_planned = _NO_PLAN, 0, False
+        self._plan, self._plan_start, self._all_planned = NO_PLAN, 0, False
 
     def _settle(self, classes: I64, entries: Entries) -> None:
         """To the logs of their classes."""
@@ -232,4 +312,4 @@ class RankedPolicy(CachePolicy):
         return log
 
 
-_NO_PLAN = (NO_ENTRIES, np.empty(0, dtype=np.float64))
+NO_PLAN = (NO_ENTRIES, np.empty(0, dtype=np.float64))

@@ -10,6 +10,7 @@ import numpy as np
 
 from eviction.base import MayGo, Rows, Use
 from eviction.ghosts import Ghosts
+from eviction.look import Look
 from eviction.order import Order
 from eviction.waiting import CachePolicy
 
@@ -18,7 +19,6 @@ __all__ = ["S3FifoPolicy"]
 _SMALL_SHARE = 10
 _MOST_USES = 3
 _USES_TO_STAY = 2  # in the small queue: fewer, and a block leaves it as a ghost
-_MOST_TURNS = _MOST_USES + 2  # of the main queue for one call: each takes a use from every block
 
 
 class S3FifoPolicy(CachePolicy):
@@ -46,9 +46,10 @@ class S3FifoPolicy(CachePolicy):
         self._small.append(fresh[~known])
 
     def _choose(self, count: int, may_go: MayGo | None) -> Rows:
-        parts, missing, met_in_main = [np.empty(0, dtype=np.uint32)], count, 0
+        parts, missing = [np.empty(0, dtype=np.uint32)], count
         small_may_go = True
-        while missing > 0 and (len(self._small) or len(self._main)):
+        look = may_go if isinstance(may_go, Look) else None
+        while missing > 0 and (len(self._small) or len(self._main)) and (look is None or look.left > 0):
             over = len(self._small) - self._small_most
             if small_may_go and (over > 0 or not len(self._main)):
                 met = self._small.take(min(missing, max(over, 1)), may_go)
@@ -56,8 +57,7 @@ class S3FifoPolicy(CachePolicy):
                 parts.append(self._out_of_small(met))
             else:
                 met = self._main.take(min(missing, len(self._main)), may_go)
-                met_in_main += len(met)
-                if not len(met) or met_in_main > _MOST_TURNS * (len(self._main) + len(met)):
+                if not len(met):
                     break
                 parts.append(self._out_of_main(met))
             missing -= len(parts[-1])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from eviction.base import MayGo, Rows, Use
+from eviction.look import Look
 from eviction.order import Order
 from eviction.waiting import CachePolicy
 
 __all__ = ["SievePolicy"]
 
+_FEWEST_MET = 256
 _MOST_TURNS = 3  # of the hand for one call: the first may find all visited, the second then finds none
 
 
@@ -32,9 +34,12 @@ class SievePolicy(CachePolicy):
     def _choose(self, count: int, may_go: MayGo | None) -> Rows:
         parts, missing, turns = [np.empty(0, dtype=np.uint32)], count, 0
         while missing > 0 and turns < _MOST_TURNS:
-            met = self._ahead.take(missing, may_go)
+            met = self._meet(missing, may_go)
             if not len(met):
-                self._passed.append(self._ahead.rows())  # what may not go
+                if isinstance(may_go, Look) and len(self._ahead):
+                    may_go.saw_all = False
+                    break
+                self._passed.append(self._ahead.rows())  # what somebody waits for
                 self._ahead.clear()
                 self._ahead, self._passed = self._passed, self._ahead
                 turns += 1
@@ -45,6 +50,21 @@ class SievePolicy(CachePolicy):
             parts.append(met[~spared])
             missing -= len(parts[-1])
         return np.concatenate(parts)
+
+    def _meet(self, count: int, may_go: MayGo | None) -> Rows:
+        """The next that may go, at most so many. Where there are none near the hand it goes by some that its owner
+        holds, as many as it may in a call."""
+        found = self._ahead.take(count, may_go)
+        while isinstance(may_go, Look) and not len(found) and len(self._ahead) and may_go.left > 0:
+            met = self._ahead.first(max(count, _FEWEST_MET))
+            good = may_go(met)
+            wanted = np.flatnonzero(good)[:count]
+            if len(wanted) == count:
+                met, good = met[: wanted[-1] + 1], good[: wanted[-1] + 1]
+            self._ahead.remove(met)
+            self._passed.append(met[~good])
+            found = met[good]
+        return found
 
     def _forget(self, rows: Rows) -> None:
         self._ahead.remove(rows)

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eviction.base import MayGo, Rows, Stop, Use
+from eviction.look import Look
 
 __all__ = ["CachePolicy"]
 
+_MOST_ASKED = 4096  # rows a call: more would hold up the owner
 _SOUGHT = -1  # a row whose next use is looked for
 
 
@@ -57,12 +59,14 @@ class CachePolicy(ABC):
     def victims(self, count: int, now_s: float, may_go: MayGo | None = None) -> Rows:
         """First of what nobody waits for, then of the rest."""
         self._now_s = now_s
-        if not self._waiting:
-            found = self._choose(count, may_go)
+        waiting = self._waiting
+        look = None if may_go is None else Look(may_go, count, waiting.next_use if waiting else None)
+        if not waiting:
+            found = self._choose(count, look)
         else:
-            found = self._choose(count, self._waiting.unexpected(may_go))
-            if len(found) < count:
-                last = self._waiting.last(count - len(found), self._cached, may_go)
+            found = self._choose(count, look or waiting.unexpected)
+            if len(found) < count and (look is None or look.saw_all):
+                last = waiting.last(count - len(found), self._cached, may_go)
                 self._forget(last)
                 found = np.concatenate((found, last))
         self._cached[found] = False
@@ -86,7 +90,8 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def _choose(self, count: int, may_go: MayGo | None) -> Rows:
-        """At most `count` rows in order; they have left the policy's order."""
+        """At most `count` rows in order; they have left the policy's order. `may_go` is a `Look` where the owner lets
+        only some go; else it says what nobody waits for."""
 
     @abstractmethod
     def _forget(self, rows: Rows) -> None:
@@ -100,11 +105,12 @@ class CachePolicy(ABC):
 class Waiting:
     """The requests in the queue, and which of them wants each row first."""
 
-    __slots__ = ("_first", "_last_use", "_next_use", "_queue")
+    __slots__ = ("_first", "_last_use", "_next_use", "_passed", "_queue")
 
     def __init__(self, rows: int) -> None:
         self._queue: list[Rows] = []
         self._first = 1  # serial number of the first in the queue
+        self._passed = 0  # rows from the end of the queue that the last call went by
         self._next_use = np.zeros(rows, dtype=np.int64)  # [rows] of the first that wants the row; none: 0
         self._last_use = np.zeros(rows, dtype=np.int64)  # [rows] of the last; none: less than `_first`
 
@@ -143,26 +149,46 @@ class Waiting:
             self._next_use[found] = self._first + place
             left -= len(found)
 
-    def unexpected(self, may_go: MayGo | None) -> MayGo:
-        """Of what may go, what nobody waits for."""
-        next_use = self._next_use
-        if may_go is None:
-            return lambda rows: next_use[rows] == 0
-        return lambda rows: (next_use[rows] == 0) & may_go(rows)
+    @property
+    def next_use(self) -> NDArray[np.int64]:
+        """[rows] not 0: somebody waits for it. Not to be changed."""
+        return self._next_use
+
+    def unexpected(self, rows: Rows) -> NDArray[np.bool_]:
+        """[n] whether nobody waits for each."""
+        found: NDArray[np.bool_] = self._next_use[rows] == 0
+        return found
 
     def last(self, count: int, cached: NDArray[np.bool_], may_go: MayGo | None) -> Rows:
-        """At most `count` of what is cached and waited for, the furthest next use first, within one the tail first."""
+        """At most `count` of what is cached and waited for, the furthest next use first, within one the tail first.
+
+        `may_go` is asked of a bounded number; where it lets too few of them go the next call goes on behind them.
+        """
         parts: list[Rows] = []
+        behind, left = 0, max(count, _MOST_ASKED)
+        skipped, self._passed = self._passed if may_go is not None else 0, 0
         for place in reversed(range(len(self._queue))):
             rows = self._queue[place][::-1]
-            rows = rows[cached[rows] & (self._next_use[rows] == self._first + place)]
+            behind += len(rows)
+            if behind <= skipped:
+                continue
+            rows = rows[max(len(rows) - (behind - skipped), 0) :]
+            here = (cached[rows] & (self._next_use[rows] == self._first + place)).nonzero()[0]
+            if may_go is not None and len(here) > left:
+                self._passed = behind - len(rows) + int(here[left])
+                here = here[:left]
+            left -= len(here)
+            rows = rows[here]
             if may_go is not None and len(rows):
                 rows = rows[may_go(rows)]
             parts.append(rows[:count])
             count -= len(parts[-1])
             if count <= 0:
+                self._passed = 0
                 break
-        return np.concatenate(parts)
+            if self._passed:
+                break
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
 
 def _goes_on(queue: list[Rows], before: list[Rows]) -> bool:

@@ -29,6 +29,7 @@ _ONLY_COPY_KEY = np.uint64(ONLY_COPY_MS << 20)
 stale blocks that were never written down still go in the end."""
 _SMALL_CLASS_SLOTS = 1 << 15  # searched as a whole
 _WINDOW_SLOTS = 1 << 13
+_WIDE_WINDOW_SLOTS = 1 << 16
 _MAX_WINDOWS = 4  # searched at once where anything is found: 0.2 ms each
 _SAMPLE_SLOTS = 4096
 _KNOWN = np.uint64(1 << 61)  # above every touch key until 2039, below what is retained
@@ -52,12 +53,13 @@ class Chosen:
 class ByKey:
     """Looks for victims; changes nothing."""
 
-    __slots__ = ("_evictable", "_hand", "_state")
+    __slots__ = ("_evictable", "_found", "_hand", "_state")
 
     def __init__(self, state: StoreState, evictable: Evictable) -> None:
         self._state = state
         self._evictable = evictable
         self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
+        self._found: Counter[tuple[Tier, ClassKey]] = Counter()
 
     def choose(self, pool: SlotPool, owner: SlotClass, count: int, among: U32 | None = None) -> Chosen:
         """About `count` victims of a class, fewer where they lie scattered; none only where none may go.
@@ -65,15 +67,13 @@ class ByKey:
         `among`: slots of the tier, of whatever class, beside which none may go.
         """
         if among is not None:
-            of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
-            of_class[owner.extents] = True
-            return self._best(pool, among[of_class[pool.extent[among]]], count)
+            return self._best(pool, among[self._of_class(owner)[pool.extent[among]]], count)
         ranges = owner.free.ranges()
         if owner.slots <= _SMALL_CLASS_SLOTS:
             return self._best(pool, _slots_of(ranges, 0, 1), count)
         found = self._oldest(pool, owner, ranges, count)
         if not len(found):  # no block of the sample may go: perhaps some other may
-            found = _slots_of(ranges, 0, 1)
+            found = self._any(pool, owner)
         return self._best(pool, found, count)
 
     def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
@@ -103,18 +103,35 @@ class ByKey:
 
     def _below(self, pool: SlotPool, owner: SlotClass, low: int, threshold: np.uint64) -> U32:
         """Evictable slots of one window with keys up to `threshold`."""
-        high = low + _WINDOW_SLOTS
-        good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
-        if len(pool.holders):
-            good &= pool.holders[low:high] == 0
-        slots = (np.flatnonzero(good) + low).astype(np.uint32)
+        slots = _unheld(pool, low, low + _WINDOW_SLOTS)
         slots = slots[self._state.columns.touch.take(pool.row.take(slots)) <= threshold]
-        of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
-        of_class[owner.extents] = True
-        slots = slots[of_class.take(pool.extent.take(slots))]
+        slots = slots[self._of_class(owner).take(pool.extent.take(slots))]
         slots = slots[self._evictable(pool, slots)]
         below: U32 = slots[self._keys(pool, slots) <= threshold]
         return below
+
+    def _any(self, pool: SlotPool, owner: SlotClass) -> U32:
+        """Some evictable slots of a large class that a sample does not hit, from where the last look found any.
+
+        Nearly all are held then, which is seen a window at once: 3 ms for a million.
+        """
+        of_class, name = self._of_class(owner), (pool.tier, owner.key)
+        windows = -(-len(pool) // _WIDE_WINDOW_SLOTS)
+        for window in range(self._found[name], self._found[name] + windows):
+            low = window % windows * _WIDE_WINDOW_SLOTS
+            slots = _unheld(pool, low, low + _WIDE_WINDOW_SLOTS)
+            slots = slots[of_class.take(pool.extent.take(slots))]
+            slots = slots[self._evictable(pool, slots)][:_WINDOW_SLOTS]
+            if len(slots):
+                self._found[name] = window % windows
+                return slots
+        return NO_SLOTS
+
+    def _of_class(self, owner: SlotClass) -> NDArray[np.bool_]:
+        """[extents] whether each is of the class."""
+        of_class = np.zeros(len(self._state.columns.extent_state), dtype=np.bool_)
+        of_class[owner.extents] = True
+        return of_class
 
     def _best(self, pool: SlotPool, slots: U32, count: int) -> Chosen:
         """What the policy takes of these slots."""
@@ -163,6 +180,14 @@ def lower(columns: Columns, tier: Tier, rows: U32) -> NDArray[np.bool_]:
     if tier is Tier.HBM:
         found |= columns.dram.take(rows) != NONE
     return found
+
+
+def _unheld(pool: SlotPool, low: int, high: int) -> U32:
+    """Complete slots of a range that nobody holds."""
+    good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
+    if len(pool.holders):
+        good &= pool.holders[low:high] == 0
+    return (np.flatnonzero(good) + low).astype(np.uint32)
 
 
 def _slots_of(ranges: list[tuple[int, int]], offset: int, stride: int) -> U32:

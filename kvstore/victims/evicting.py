@@ -84,12 +84,15 @@ class Evictor:
         pool, evicted = self._state.pool(tier), 0
         while len(owner.free) < count and tier is not Tier.HBM and self._assign_one(tier, owner.key):
             pass
+        look = self._take
         while (missing := count - len(owner.free)) > 0:
-            victims = self._turns.take(tier, owner, asks, count, missing, partial(self._take, pool, owner))
+            victims = self._turns.take(tier, owner, asks, count, missing, partial(look, pool, owner))
             if not len(victims):
                 break
             self.evict(tier, victims)
             evicted += len(victims)
+            if len(victims) < missing and not self._state.quotas.active:
+                look = self._oldest  # a policy that found too few is not asked again and again
         if len(owner.free) < count and tier is not Tier.HBM:
             self.short[tier, owner.key] = None
         return evicted
@@ -233,7 +236,11 @@ class Evictor:
     def evict(self, tier: Tier, victims: U32) -> None:
         """These slots, which `evictable` has passed, become free."""
         state = self._state
-        state.quotas.note_evicted(tier, state.pool(tier).row[victims])
+        rows = state.pool(tier).row[victims]
+        state.quotas.note_evicted(tier, rows)
+        ranking = state.rankings.get(tier)
+        if ranking is not None:
+            ranking.left(rows)
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
         state.counters[f"evictions_{name}"] += len(victims)
@@ -250,6 +257,13 @@ class Evictor:
             victims = self._ranked(pool, owner, ranking, count)
             if len(victims):
                 return victims
+        return self._oldest(pool, owner, count)
+
+    def _oldest(self, pool: SlotPool, owner: SlotClass, count: int) -> U32:
+        """As `_take`, by the store's own key; it finds some wherever any may go."""
+        if owner.exhausted:
+            return NO_SLOTS
+        ranking = self._state.rankings.get(pool.tier)
         name = (pool.tier, owner.key, self._turns.name)
         chosen = self._chosen.get(name)
         while True:
@@ -269,7 +283,9 @@ class Evictor:
     def _strangers(self, pool: SlotPool, owner: SlotClass, ranking: Ranking, victims: U32) -> U32:
         """Of victims by the store's own key those that a policy does not know, which go before all that it knows; where
         there are none any more it names the victims."""
-        if ranking.all_known:  # it named none: these are what queued requests want
+        if (
+            ranking.all_known
+        ):  # it named none: these are what queued requests want, or lie behind much that is held
             return victims
         strangers = victims[~ranking.knows(pool.row[victims])]
         if len(strangers):
@@ -283,7 +299,9 @@ class Evictor:
         state, pool, name = self._state, self._state.dram, (Tier.DRAM, owner.key, self._turns.name)
         ranking = state.rankings.get(Tier.DRAM)
         if ranking is not None and ranking.all_known:
-            return self._ranked(pool, owner, ranking, count, may_go)
+            named = self._ranked(pool, owner, ranking, count, may_go)
+            if len(named):
+                return named
         found: list[U32] = []
         for chosen in (
             self._chosen.get(name),
@@ -334,7 +352,10 @@ class Evictor:
         if not any(c.slots for c in state.nvme.classes.values()):
             return ranking.victims(count, now_s, may_go)
         victims = ranking.victims(count, now_s, expendable)
-        return victims if len(victims) else ranking.victims(count, now_s, may_go)
+        if len(victims) == count:
+            return victims
+        # A policy looks at some of its blocks a call: that few of these have another copy does not mean that none has.
+        return np.concatenate((victims, ranking.victims(count - len(victims), now_s, may_go)))
 
     def evictable(self, pool: SlotPool, slots: U32) -> NDArray[np.bool_]:
         """[n] whether each slot may be a victim now."""
