@@ -52,7 +52,7 @@ def load(
     split: str | None,
     say: Callable[[str], None],
 ) -> Trace:
-    """The requests of a trace in the order in which they come. Raises: ConfigError, InvalidArgument, NotFound."""
+    """The requests of a trace in the order in which they come. Raises: ConfigError, InvalidArgument, MissingExtra."""
     if split is not None and split not in _SPLITS:
         raise ConfigError(f"--split: {split!r} is none of {', '.join(_SPLITS)}")
     if block_tokens is not None and block_tokens < 1:
