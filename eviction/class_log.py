@@ -113,14 +113,22 @@ class ClassLog:
                 at += 1
         return _joined(found)
 
-    def up_to(self, mark: float, most: int, alive: I64, may_go: MayGo | None = None) -> Entries:
-        """The oldest `most` live entries that may go, with marks up to this one, or a rounding error less."""
+    def up_to(
+        self, mark: float, most: int, alive: I64, may_go: MayGo | None = None, since: int = 0
+    ) -> Entries:
+        """The oldest `most` live entries that may go, with marks up to this one, or a rounding error less.
+
+        None with a stamp below `since` is looked at.
+        """
         found: list[Entries] = []
         bound = np.nextafter(mark, np.inf)
         for entries in self.parts():
             if most <= 0 or entries.marks[0] > bound:
                 break
-            below = entries.picked(slice(0, int(np.searchsorted(entries.marks, bound, side="right"))))
+            if entries.stamps[-1] < since:
+                continue
+            low = int(np.searchsorted(entries.stamps, since))
+            below = entries.picked(slice(low, int(np.searchsorted(entries.marks, bound, side="right"))))
             found.append(below.picked(below.of_those(below.live(alive), may_go)[:most]))
             most -= len(found[-1].rows)
         return _joined(found)

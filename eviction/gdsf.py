@@ -57,11 +57,18 @@ class GdsfPolicy(RankedPolicy):
         if not logs:
             return NO_PLAN
         # Marks ascend within a class. So many of the least ranks are no higher than the highest of as many heads.
-        heads = [log.first(_HEADS, self._stamp, may_go).marks + value for log, value in logs]
-        of_heads = np.concatenate(heads)
+        heads = [log.first(_HEADS, self._stamp, may_go) for log, _ in logs]
+        logs = [each for each, head in zip(logs, heads, strict=True) if len(head.rows)]
+        heads = [head for head in heads if len(head.rows)]
+        if not logs:
+            return NO_PLAN
+        of_heads = np.concatenate([head.marks + value for head, (_, value) in zip(heads, logs, strict=True)])
         if len(of_heads) >= count:
             highest = float(np.partition(of_heads, count - 1)[count - 1])
-            parts = [log.up_to(highest - value, count, self._stamp, may_go) for log, value in logs]
+            parts = [
+                log.up_to(highest - value, count, self._stamp, may_go, since=int(head.stamps[0]))
+                for head, (log, value) in zip(heads, logs, strict=True)
+            ]
         else:
             parts = [log.first(count, self._stamp, may_go) for log, _ in logs]
         ranks = np.concatenate([part.marks + value for part, (_, value) in zip(parts, logs, strict=True)])

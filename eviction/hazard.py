@@ -182,7 +182,9 @@ class HazardPolicy(RankedPolicy):
             stamps.append(their[live])
             of_rank.append(np.repeat(ranks[at:stop], widths[at:stop])[live])
             count -= len(live)
-            at, width = stop, 2 * width
+            at = stop
+            if may_go is not None:  # much may lie before any that may go
+                width *= 2
         found = np.concatenate(of_rank)
         return Entries(rows=np.concatenate(rows), stamps=np.concatenate(stamps), marks=found), found
 

@@ -111,7 +111,7 @@ class RankedPolicy(CachePolicy):
 
     def _choose_of(self, count: int, look: Look) -> Rows:
         """Of the first in order those that may go; where these are too few, others behind them."""
-        for most in (count, max(2 * look.at_once, 2 * _ALL_YOUNG)):
+        for most in (count, 2 * (look.at_once if self.capacity_blocks > _ALL_YOUNG else _ALL_YOUNG)):
             rows, ranks = self._least(most, look.unexpected)
             good = look(rows).nonzero()[0][:count]
             if len(good) == count or len(rows) < most:
