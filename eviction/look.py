@@ -14,9 +14,7 @@ from eviction.base import MayGo, Rows
 __all__ = ["Look"]
 
 _FEWEST_AT_ONCE = 1024
-_MOST_AT_ONCE = (
-    10  # times as many in one call: three or four queues, each at its front, by a sample and further on
-)
+_MOST_AT_ONCE = 10  # times as many in one call: three queues, each at its front, by a sample and further on
 
 
 class Look:

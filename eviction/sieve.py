@@ -16,6 +16,7 @@ from eviction.waiting import CachePolicy
 __all__ = ["SievePolicy"]
 
 _FEWEST_MET = 256
+_LEFT = 4  # of a call's look, in parts: so far it goes
 _MOST_TURNS = 3  # of the hand for one call: the first may find all visited, the second then finds none
 
 
@@ -55,7 +56,12 @@ class SievePolicy(CachePolicy):
         """The next that may go, at most so many. Where there are none near the hand it goes by some that its owner
         holds, as many as it may in a call."""
         found = self._ahead.take(count, may_go)
-        while isinstance(may_go, Look) and not len(found) and len(self._ahead) and may_go.left > 0:
+        while (
+            isinstance(may_go, Look)
+            and not len(found)
+            and len(self._ahead)
+            and may_go.left > _LEFT * may_go.at_once
+        ):
             met = self._ahead.first(max(count, _FEWEST_MET))
             good = may_go(met)
             wanted = np.flatnonzero(good)[:count]

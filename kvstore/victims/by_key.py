@@ -32,6 +32,7 @@ _WINDOW_SLOTS = 1 << 13
 _WIDE_WINDOW_SLOTS = 1 << 16
 _MAX_WINDOWS = 4  # searched at once where anything is found: 0.2 ms each
 _SAMPLE_SLOTS = 4096
+_FEWEST_SAMPLED = 16  # of fewer nothing is known, and a search by windows finds a handful at a time
 _KNOWN = np.uint64(1 << 61)  # above every touch key until 2039, below what is retained
 _STATE_BITS = np.uint64(0xFF)
 
@@ -53,13 +54,13 @@ class Chosen:
 class ByKey:
     """Looks for victims; changes nothing."""
 
-    __slots__ = ("_evictable", "_found", "_hand", "_state")
+    __slots__ = ("_evictable", "_hand", "_state", "_stopped")
 
     def __init__(self, state: StoreState, evictable: Evictable) -> None:
         self._state = state
         self._evictable = evictable
         self._hand: Counter[tuple[Tier, ClassKey]] = Counter()
-        self._found: Counter[tuple[Tier, ClassKey]] = Counter()
+        self._stopped: Counter[tuple[Tier, ClassKey]] = Counter()
 
     def choose(self, pool: SlotPool, owner: SlotClass, count: int, among: U32 | None = None) -> Chosen:
         """About `count` victims of a class, fewer where they lie scattered; none only where none may go.
@@ -72,12 +73,13 @@ class ByKey:
         if owner.slots <= _SMALL_CLASS_SLOTS:
             return self._best(pool, _slots_of(ranges, 0, 1), count)
         found = self._oldest(pool, owner, ranges, count)
-        if not len(found):  # no block of the sample may go: perhaps some other may
-            found = self._any(pool, owner)
+        if not len(found):  # hardly a block of the sample may go
+            found = self._any(pool, owner, count)
         return self._best(pool, found, count)
 
     def _oldest(self, pool: SlotPool, owner: SlotClass, ranges: list[tuple[int, int]], count: int) -> U32:
-        """Evictable slots of a large class, of those that go first: about `count`, fewer where they lie scattered.
+        """Evictable slots of a large class, of those that go first: about `count`, fewer where they lie scattered; none
+        where nearly none may go.
 
         A sample of the whole class says below which key twice as many lie, or a 32nd of all, and where: chains are
         stored together, so what is old lies in few windows, and only those are searched.
@@ -86,7 +88,7 @@ class ByKey:
         self._hand[pool.tier, owner.key] += 1
         sample = _slots_of(ranges, self._hand[pool.tier, owner.key] % stride, stride)
         sample = sample[self._evictable(pool, sample)]
-        if not len(sample):
+        if len(sample) < _FEWEST_SAMPLED:
             return NO_SLOTS
         keys = self._keys(pool, sample)
         rank = min(max(-(-2 * count // stride), len(keys) // 32), len(keys) - 1)
@@ -110,22 +112,28 @@ class ByKey:
         below: U32 = slots[self._keys(pool, slots) <= threshold]
         return below
 
-    def _any(self, pool: SlotPool, owner: SlotClass) -> U32:
-        """Some evictable slots of a large class that a sample does not hit, from where the last look found any.
+    def _any(self, pool: SlotPool, owner: SlotClass, count: int) -> U32:
+        """About `count` evictable slots of a large class of which a sample hits hardly any, from where the last look
+        stopped; none only where none may go.
 
         Nearly all are held then, which is seen a window at once: 3 ms for a million.
         """
         of_class, name = self._of_class(owner), (pool.tier, owner.key)
         windows = -(-len(pool) // _WIDE_WINDOW_SLOTS)
-        for window in range(self._found[name], self._found[name] + windows):
+        begin = self._stopped[name]
+        parts: list[U32] = [NO_SLOTS]
+        found = asked = 0
+        for window in range(begin, begin + windows):
             low = window % windows * _WIDE_WINDOW_SLOTS
             slots = _unheld(pool, low, low + _WIDE_WINDOW_SLOTS)
             slots = slots[of_class.take(pool.extent.take(slots))]
-            slots = slots[self._evictable(pool, slots)][:_WINDOW_SLOTS]
-            if len(slots):
-                self._found[name] = window % windows
-                return slots
-        return NO_SLOTS
+            asked += len(slots)
+            parts.append(slots[self._evictable(pool, slots)][:_WINDOW_SLOTS])
+            found += len(parts[-1])
+            if found >= count or (found and asked >= _WINDOW_SLOTS):
+                self._stopped[name] = window % windows
+                break
+        return np.concatenate(parts)
 
     def _of_class(self, owner: SlotClass) -> NDArray[np.bool_]:
         """[extents] whether each is of the class."""

@@ -340,12 +340,14 @@ class Evictor:
             return good
 
         def expendable(slots: U32) -> NDArray[np.bool_]:
-            good = may_go(slots)
-            rows = pool.row[slots[good]]
+            rows = pool.row.take(slots)
+            good: NDArray[np.bool_] = rows != NONE
+            rows = np.where(good, rows, np.uint32(0))
             if pool.tier is Tier.DRAM:
-                good[good] = lower(columns, Tier.DRAM, rows) | (columns.touch[rows] < np.uint64(safe_before))
+                good &= lower(columns, Tier.DRAM, rows) | (columns.touch.take(rows) < np.uint64(safe_before))
             else:
-                good[good] = (columns.dram[rows] == NONE) & (columns.hbm[:, rows] == NONE).all(axis=0)
+                good &= (columns.dram.take(rows) == NONE) & (columns.hbm[:, rows] == NONE).all(axis=0)
+            good[good] = may_go(slots[good])  # dearer, so of those alone
             return good
 
         now_s = state.now_ms / 1000

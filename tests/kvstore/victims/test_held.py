@@ -42,7 +42,6 @@ class Large(Rig):
         while len(self.owner.free):
             self.bring(min(PROMPT_BLOCKS, len(self.owner.free)), seed)
             seed += 1
-        self.store.hints.rankings.tell(self.now_ms / 1000)
 
     def bring(self, count: int, seed: int) -> None:
         """A prompt comes into free slots."""
@@ -60,6 +59,7 @@ class Large(Rig):
         state.complete(Tier.DRAM, rows, slots, 0)
         state.table.publish(rows)
         self.store.hints.rankings.came(Tier.DRAM, slots)
+        self.store.hints.rankings.tell(self.now_ms / 1000)
 
 
 @pytest.fixture
