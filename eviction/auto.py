@@ -27,6 +27,9 @@ _HAZARD, _LRU = "hazard", "lru"
 _FEWEST_LIVES = 1 << 13
 """What is learned of fewer is learned of a few hundred prompts and is chance: on no trace here is anything to speak of
 gained by it, and on some a third of a point of the hits is lost."""
+_FEWEST_TURNOVERS = 8
+"""Times that as much as the cache holds was asked for. Ages that reach beyond what was seen so far are guessed: a large
+cache that went by them earlier paid for it at once, and lost a policy that was right later, or half a point."""
 
 
 class AutoPolicy(HazardPolicy):
@@ -51,10 +54,16 @@ class AutoPolicy(HazardPolicy):
             if self.floor.broken:
                 self.follow_lru()
         elif self._understudy is None:
-            if self.lives >= _FEWEST_LIVES:
+            if self.has_learned:
                 self.follow_hazard()
         elif self._understudy.use(use, gain) and self._understudy.leads_by(self.floor.price):
             self.follow_hazard()
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the hazard policy may be followed for the first time."""
+        turnovers = self.floor.asked / max(self.capacity_blocks, 1)
+        return self.lives >= _FEWEST_LIVES and turnovers >= _FEWEST_TURNOVERS
 
     def follow_lru(self) -> None:
         """LRU orders the cache from now on. O(1)."""

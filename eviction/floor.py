@@ -19,7 +19,7 @@ __all__ = ["Floor"]
 
 I64 = NDArray[np.int64]
 
-_SHARE = 0.005  # of what was asked for
+_SHARE = 0.003  # of what was asked for: what `auto` may be below LRU by its promise
 _PART = 0.25  # of the cache
 _LEARNING_BLOCKS = 512.0  # some long prompts
 _HALF_LIFE_BLOCKS = 1 << 18  # as what the hazard policy has learned

@@ -33,7 +33,7 @@ def test_it_knows_to_the_block_what_is_lost_against_lru(policy: str) -> None:
     assert (policy == "lru") == (gain == 0)
 
 
-@pytest.mark.parametrize("asked_blocks, stake", [(20_000, 100), (400_000, 762)])
+@pytest.mark.parametrize("asked_blocks, stake", [(20_000, 60), (400_000, 762)])
 def test_a_policy_that_is_worse_costs_no_more_than_its_stake(asked_blocks: int, stake: int) -> None:
     """A share of what was asked for, and of much no more than a quarter of the cache and 512."""
     floor = Floor(places=1000, capacity_blocks=1000)
