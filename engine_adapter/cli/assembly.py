@@ -39,6 +39,7 @@ __all__ = [
     "open_engine",
     "share_the_cpu",
     "store_geometry",
+    "worker_parts",
 ]
 
 _MAX_SLUG_CHARACTERS = 32
@@ -231,7 +232,7 @@ def _over_the_store(
                 socket=options.store,
                 name=f"{source.path.stem} worker {os.getpid()}",
                 geometry=geometry,
-                parts=_parts(source, geometry, settings, worker),
+                parts=worker_parts(source, geometry, settings, worker),
                 hbm_bytes=pages * geometry.slot_bytes // worker.tensor_parallel,
                 device=settings.device,
                 timeout_s=options.timeout_s,
@@ -322,7 +323,7 @@ def _block_manager(
         socket=options.store,
         name=f"{source.path.stem} worker {os.getpid()}",
         geometry=geometry,
-        parts=_parts(source, geometry, settings, options.worker),
+        parts=worker_parts(source, geometry, settings, options.worker),
         hbm_bytes=pages * geometry.slot_bytes,
         device=settings.device,
         timeout_s=options.timeout_s,
@@ -334,7 +335,7 @@ def _block_manager(
         yield _Pending(result=pending.result, settle=pending.pin_ahead, times=lambda: pending.times)
 
 
-def _parts(
+def worker_parts(
     source: ModelSource, geometry: Geometry, settings: EngineSettings, worker: WorkerConfig
 ) -> Mapping[str, bytes]:
     """The namespace of this worker's blocks."""

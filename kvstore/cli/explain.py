@@ -1,74 +1,36 @@
 """Say why a prompt is a miss: the first block that is not cached, and the cause.
 
-The question as such, for tokens in a namespace; `engine_adapter.cli.explain` is the command, which also knows the
-namespaces and the tokens of the bundled engine.
+The question as such; `engine_adapter.cli.explain` is the command.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.admin import open_client
-from kvstore.errors import InvalidArgument
-from kvstore.identity import HashChain
+from kvstore.cli.prompt_blocks import Prompt, opened
 from kvstore.units import format_count
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
-__all__ = ["explain_files", "explain_tokens"]
+__all__ = ["explain_prompt"]
 
 
-def explain_files(namespace: Path, tokens: Path, *, socket: str | None, as_json: bool) -> None:
-    """Prints why the prompt in two files is a miss. Raises InvalidArgument for files that are not as they must be."""
-    parts = _parts(_load(namespace), namespace)
-    token_ids = _load(tokens)
-    if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
-        raise InvalidArgument(f"{tokens}: a JSON list of token ids is needed")
-    block_tokens = _block_tokens(parts, namespace)
-    explain_tokens(parts, token_ids, block_tokens, socket=socket, as_json=as_json)
-
-
-def explain_tokens(
-    parts: Mapping[str, bytes], token_ids: list[int], block_tokens: int, *, socket: str | None, as_json: bool
-) -> None:
-    """Prints why these tokens are a miss in the namespace of `parts`."""
-    told, blocks = _ask(socket, parts, token_ids, block_tokens)
-    if as_json:
-        print(json.dumps(_as_dict(told, blocks, len(token_ids), block_tokens)))
-    else:
-        _show(told, blocks, len(token_ids), block_tokens)
-
-
-def _ask(
-    socket: str | None, parts: Mapping[str, bytes], token_ids: list[int], block_tokens: int
-) -> tuple[pb.ExplainReply, int]:
-    """The daemon's answer and the number of full blocks. A short session reaches the namespace."""
-    group = pb.LayerGroup(rule=pb.HIT_RULE_ALL, layers=1, kv_heads=1, head_dim=1, block_tokens=block_tokens)
-    with open_client(socket) as client:
-        attached = client.call(
-            "Attach", pb.AttachRequest(protocol_version=1, name="explain", groups=[group], dtype="float32")
+def explain_prompt(prompt: Prompt, *, socket: str | None, as_json: bool) -> None:
+    """Prints why this prompt is a miss."""
+    with open_client(socket) as client, opened(client, prompt, "explain") as found:
+        request = pb.ExplainRequest(
+            token=found.token, namespace=found.namespace, hashes=found.hashes.tobytes()
         )
-        try:
-            opened = client.call(
-                "OpenNamespace",
-                pb.OpenNamespaceRequest(
-                    token=attached.token,
-                    parts=[pb.NamespacePart(tag=tag, value=value) for tag, value in parts.items()],
-                ),
-            )
-            hashes = HashChain(opened.key, block_tokens, token_ids).hashes
-            request = pb.ExplainRequest(
-                token=attached.token, namespace=opened.namespace, hashes=hashes.tobytes()
-            )
-            told: pb.ExplainReply = client.call("Explain", request)
-        finally:
-            client.call("Detach", pb.DetachRequest(token=attached.token))
-    return told, len(hashes)
+        told: pb.ExplainReply = client.call("Explain", request)
+    blocks, tokens = len(found.hashes), len(prompt.token_ids)
+    if as_json:
+        print(json.dumps(_as_dict(told, blocks, tokens, prompt.block_tokens)))
+    else:
+        _show(told, blocks, tokens, prompt.block_tokens)
 
 
 def _as_dict(told: pb.ExplainReply, blocks: int, tokens: int, block_tokens: int) -> Mapping[str, object]:
@@ -100,36 +62,3 @@ def _show(told: pb.ExplainReply, blocks: int, tokens: int, block_tokens: int) ->
     if told.decision:
         table.add_row("last asked for", told.decision)
     Console().print(table)
-
-
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is not JSON: {error}") from error
-
-
-def _parts(loaded: Any, path: Path) -> dict[str, bytes]:
-    if not isinstance(loaded, dict):
-        raise InvalidArgument(f"{path}: a JSON object of tag to text is needed")
-    parts = {}
-    for tag, value in loaded.items():
-        if isinstance(value, dict) and isinstance(value.get("hex"), str):
-            try:
-                parts[tag] = bytes.fromhex(value["hex"])
-            except ValueError:
-                raise InvalidArgument(f"{path}: the part {tag!r} is not hexadecimal") from None
-        elif isinstance(value, str):
-            parts[tag] = value.encode()
-        else:
-            raise InvalidArgument(f'{path}: the part {tag!r} is neither text nor {{"hex": "…"}}')
-    return parts
-
-
-def _block_tokens(parts: Mapping[str, bytes], path: Path) -> int:
-    text = parts.get("block_tokens", b"").decode(errors="replace")
-    if not text.isdecimal() or not int(text):
-        raise InvalidArgument(f"{path}: the part 'block_tokens' must be a number")
-    return int(text)

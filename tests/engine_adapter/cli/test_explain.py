@@ -1,4 +1,4 @@
-"""`kvstore explain` for the bundled engine."""
+"""Commands about a prompt of the bundled engine: `kvstore explain`, `pin` and `unpin`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-def test_explain_takes_the_prompt_that_generate_takes(model_folder: Path, tmp_path: Path) -> None:
+def test_a_prompt_is_named_as_for_generate(model_folder: Path, tmp_path: Path) -> None:
     """The README's `kvstore explain --prompt-file F` did not exist: only people who hash by hand could ask."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("a prompt of some length " * 8)
@@ -35,8 +35,24 @@ def test_explain_takes_the_prompt_that_generate_takes(model_folder: Path, tmp_pa
         done = kvstore("generate", *given, "--max-tokens", "2")
         assert done.returncode == 0, done.stderr
         after = json.loads(kvstore("explain", *given).stdout)
+        pinned = json.loads(kvstore("pin", *given, "--ttl", "90s", "--owner", "me").stdout)
+        (stands,) = json.loads(kvstore("status", "--json", "--socket", service.socket).stdout)["pins"]
+        others = json.loads(kvstore("unpin", *given, "--owner", "you").stdout)
+        unpinned = json.loads(kvstore("unpin", *given, "--owner", "me").stdout)
+        other_tenant = json.loads(kvstore("explain", *given, "--tenant", "alice").stdout)
+    assert pinned == {"blocks": after["blocks"], "pinned_blocks": after["blocks"], "ttl_s": 90, "owner": "me"}
+    assert (stands["owner"], stands["blocks"]) == ("me", after["blocks"])
+    assert 0 < stands["ends_in_s"] <= 90
+    assert (others["unpinned_blocks"], unpinned["unpinned_blocks"]) == (0, after["blocks"])
+    assert other_tenant["cached_blocks"] == 0
     assert after["prompt_tokens"] == json.loads(done.stdout)["prompt_tokens"]
     assert after["cached_blocks"] == after["blocks"] > 0
+
+
+def test_a_pin_without_an_end_is_refused() -> None:
+    done = kvstore("pin", "--prompt", "x", "--ttl", "0s")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("kvstore: --ttl 0s: a pin lasts from")
 
 
 @pytest.mark.parametrize(
