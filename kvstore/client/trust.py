@@ -2,8 +2,8 @@
 
 Hardware, driver or a kernel gone astray may have changed memory that nobody owned for a while. Blocks are immutable,
 so a sealed HBM slot and the sealed DRAM slot of the same row hold the same bytes; one difference is reason enough to
-believe none of it. Copies are read without being held, so a difference counts only where both slots and the row are
-afterwards what they were before.
+believe none of it. Copies are read without being held, while other sessions of the device may give their slots to
+other blocks: a difference counts only where the slots were the block's own when it was looked at, before and after.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
 __all__ = ["first_difference"]
 
 _SAMPLE_BLOCKS = 16
+_STATE_BITS = 0xFF
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -44,9 +45,11 @@ def first_difference(
     chosen = np.unique(np.linspace(0, len(slots) - 1, _SAMPLE_BLOCKS).astype(np.int64))
     for at in chosen.tolist():
         slot, row, copy = int(slots[at]), int(rows[at]), int(copies[at])
-        before = _words(columns, slot, row, copy)
+        before = _words(columns, device, slot, row, copy)
+        if before is None:  # it has gone since they were chosen
+            continue
         part = dram.view(copy)[offset : offset + hbm.slot_bytes]
-        if hbm.read(slot) != part.tobytes() and _words(columns, slot, row, copy) == before:
+        if hbm.read(slot) != part.tobytes() and _words(columns, device, slot, row, copy) == before:
             return slot
     return None
 
@@ -70,11 +73,14 @@ def _in_both(
     return slots[good], rows[good], copies[good]
 
 
-def _words(columns: Columns, slot: int, row: int, copy: int) -> tuple[int, ...]:
-    """State words with their generations, and the links between them."""
-    return (
-        int(columns.pool(Tier.HBM).state[slot]),
-        int(columns.state[row]),
-        int(columns.pool(Tier.DRAM).state[copy]),
-        int(columns.dram[row]),
-    )
+def _words(columns: Columns, device: int, slot: int, row: int, copy: int) -> tuple[int, int, int] | None:
+    """State words of HBM slot, row and DRAM slot, with their generations; None unless both slots hold this row's block.
+
+    Words first: the links that are read after them hold for as long as these words do.
+    """
+    hbm, below = columns.pool(Tier.HBM), columns.pool(Tier.DRAM)
+    words = int(hbm.state[slot]), int(columns.state[row]), int(below.state[copy])
+    sealed = [word & _STATE_BITS for word in words] == [SlotState.SEALED, State.SEALED, SlotState.SEALED]
+    linked = hbm.row[slot] == row and columns.hbm[device, row] == slot
+    linked &= below.row[copy] == row and columns.dram[row] == copy
+    return words if sealed and linked else None
