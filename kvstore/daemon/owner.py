@@ -8,6 +8,7 @@ hand, moves). A tick keeps time-driven work going: 50 times a second while somet
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -176,10 +177,10 @@ class Owner:
                 self.recorder.note(Event.FAULT, a=os.getpid())
                 _LOG.fault("tick failed")
             await asyncio.sleep(_BUSY_TICK_S)
-            try:
+            if self._active.is_set():
+                continue  # mostly so while something happens, and waiting with a bound takes a task
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._active.wait(), _IDLE_TICK_S)
-            except TimeoutError:
-                continue
 
 
 def slots_message(slots: Slots) -> pb.Slots:

@@ -206,8 +206,7 @@ class SessionStreams:
     def _step(self, session: Session, message: pb.ClientMessage) -> None:
         request = message.step
         seals = self._records(request.seals, SEAL)
-        opened = np.fromiter(session.namespaces, dtype=np.uint32, count=len(session.namespaces))
-        if len(seals) and not np.isin(seals["namespace"], opened).all():
+        if not session.namespaces.keys() >= set(seals["namespace"].tolist()):
             raise PermissionDenied("a seal names a namespace that this session has not opened")
         released_hbm, released_dram = u32_of(request.released_hbm), u32_of(request.released_dram)
         answer = self._store.step(

@@ -14,6 +14,7 @@ from kvstore.leases.sessions import Session
 from kvstore.moves import U8, U32, SealOutcome
 from kvstore.recorder import Event
 from kvstore.state import StoreState
+from kvstore.tables.firsts import firsts
 from kvstore.tables.slots import SlotPool
 from kvstore.tables.table import distinct
 from kvstore.trust.distrusting import distrust_fills
@@ -21,6 +22,9 @@ from kvstore.trust.distrusting import distrust_fills
 __all__ = ["Sealing"]
 
 Records = NDArray[np.void]
+_PUBLISHED = int(SealOutcome.PUBLISHED)
+_SEAL_COUNTERS = tuple(f"seals_{outcome.name.lower()}" for outcome in SealOutcome)
+"""By the outcome's number."""
 
 
 class Sealing:
@@ -40,10 +44,8 @@ class Sealing:
         slots: U32 = seals["slot"]
         outcomes = np.full(len(seals), SealOutcome.STALE, dtype=np.uint8)
         good = self._state.held_slots(pool, slots, seals["generation"], session.holder)
-        if session.namespaces:
-            good &= np.isin(seals["namespace"], np.fromiter(session.namespaces, dtype=np.uint32))
-        else:
-            good &= False
+        if not session.namespaces.issuperset(seals["namespace"].tolist()):
+            good &= np.isin(seals["namespace"], np.array([*session.namespaces], dtype=np.uint32))
         kept = good.copy()
         kept[good] = self._state.uses.may_write(session.use, seals["namespace"][good])
         if self._state.spoiled & session.holder:  # what it computes now may be computed from a wrong block
@@ -58,11 +60,11 @@ class Sealing:
             outcomes[repeated] = self._already_sealed(pool, seals[repeated])
         if not kept.all():
             outcomes[good & ~kept] = self._drop(tier, slots[good & ~kept])
-        published = int(np.count_nonzero(outcomes == SealOutcome.PUBLISHED))
+        counts = np.bincount(outcomes, minlength=len(_SEAL_COUNTERS)).tolist()
         block = seals["hash"][0].tobytes() if len(seals) else bytes(16)
-        self._state.recorder.note(Event.SEAL, session.id, len(seals), published, block=block)
-        for outcome, name in _SEAL_COUNTER.items():
-            self._state.counters[name] += int(np.count_nonzero(outcomes == outcome))
+        self._state.recorder.note(Event.SEAL, session.id, len(seals), counts[_PUBLISHED], block=block)
+        for name, count in zip(_SEAL_COUNTERS, counts, strict=True):
+            self._state.counters[name] += count
         return outcomes
 
     def _drop(self, tier: Tier, slots: U32) -> U8:
@@ -77,12 +79,8 @@ class Sealing:
         self, at: NDArray[np.intp], slots: U32
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Positions of the first record of each slot, and those of the others."""
-        first = np.unique(slots[at], return_index=True)[1]
-        if len(first) == len(at):
-            return at, at[:0]
-        is_first = np.zeros(len(at), dtype=np.bool_)
-        is_first[first] = True
-        return at[is_first], at[~is_first]
+        first = firsts(slots[at])
+        return at[first], at[~first]
 
     def _already_sealed(self, pool: SlotPool, seals: Records) -> U8:
         """[n] PUBLISHED where the slot holds that very block, STALE where it holds another, DUPLICATE where none."""
@@ -117,9 +115,11 @@ class Sealing:
         state = self._state
         pool = state.pool(tier)
         slots = seals["slot"]
-        rows = state.table.find(seals["hash"], seals["namespace"])
-        if tier is Tier.HBM:
-            mine = pool.row[slots]
+        mine = pool.row[slots]
+        # As most are: then the index need not be asked.
+        reserved = state.table.are(mine, seals["hash"], seals["namespace"])
+        rows = mine if reserved else state.table.find(seals["hash"], seals["namespace"])
+        if tier is Tier.HBM and not reserved:
             other = (mine != NONE) & (mine != rows)
             if other.any():  # reserved for one block, filled with another
                 state.unlink_fills(slots[other])
@@ -209,7 +209,7 @@ class Sealing:
         # Reserved for another block than it was filled with.
         state.unlink_fills(target[(mine != NONE) & ~linked])
         free = ~linked & (state.columns.hbm[session.device, rows] == NONE)
-        free[free] = _firsts(rows[free])
+        free[free] = firsts(rows[free])
         publish = linked | free
         if not publish.all():
             state.copied.note(target[~publish], rows[~publish], state.words(rows[~publish]))
@@ -238,7 +238,7 @@ class Sealing:
         source, target = self._believed(session, copies, state.hbm, state.dram)
         rows = state.hbm.row[source]
         free = state.columns.dram[rows] == NONE
-        free[free] = _firsts(rows[free])
+        free[free] = firsts(rows[free])
         rows, target = rows[free], target[free]
         state.fault("stores.begin")
         state.complete(Tier.DRAM, rows, target, 0)
@@ -257,7 +257,7 @@ class Sealing:
         good = self._state.held_slots(sources, source, copies["source_generation"], session.holder)
         good &= self._state.held_slots(targets, target, copies["target_generation"], session.holder)
         good &= sources.sealed(np.where(good, source, NONE)) & targets.filling(np.where(good, target, NONE))
-        good[good] = _firsts(target[good])
+        good[good] = firsts(target[good])
         return source[good], target[good]
 
     # -- releases
@@ -273,17 +273,3 @@ class Sealing:
             slots = slots if inside.all() else slots[inside]
             held = pool.held(slots, session.holder)
             self._state.let_go(tier, slots if held.all() else slots[held], session.holder)
-
-
-_SEAL_COUNTER = {
-    SealOutcome.PUBLISHED: "seals_published",
-    SealOutcome.DUPLICATE: "seals_duplicate",
-    SealOutcome.STALE: "seals_stale",
-}
-
-
-def _firsts(values: U32) -> NDArray[np.bool_]:
-    """[n] the first of each value."""
-    first = np.zeros(len(values), dtype=np.bool_)
-    first[np.unique(values, return_index=True)[1]] = True
-    return first

@@ -19,6 +19,10 @@ __all__ = ["TRAILER_BYTES", "Extents"]
 TRAILER_BYTES = 4096
 """Behind each slot on NVMe."""
 
+# Reading a member of an enum takes longer than comparing a column with it, and each tick of the daemon asks.
+_FREE = int(ExtentState.FREE)
+_DRAINING = int(ExtentState.DRAINING)
+
 
 class Extents:
     """Operations on the extents columns. All O(extents) or O(slots of one extent)."""
@@ -125,13 +129,18 @@ class Extents:
     def of(self, tier: Tier, device: int | None = None, state: ExtentState | None = None) -> list[int]:
         """Extents of a tier (and device, and state), ascending."""
         columns = self._columns
-        wanted = (columns.extent_state != ExtentState.FREE) & (columns.extent_tier == tier)
+        wanted = (columns.extent_state != _FREE) & (columns.extent_tier == tier)
         if device is not None:
             wanted &= columns.extent_device == device
         if state is not None:
             wanted &= columns.extent_state == state
         found: list[int] = np.flatnonzero(wanted).tolist()
         return found
+
+    @property
+    def draining(self) -> bool:
+        """Whether any extent drains."""
+        return bool((self._columns.extent_state == _DRAINING).any())
 
     def check_class(self, extent: int, slot_bytes: int) -> None:
         """Raises: InvalidArgument when an extent cannot be cut into slots of this size."""

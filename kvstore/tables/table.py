@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.layout import NONE, Columns, State, Tier, states, touch_key
 from kvstore.moves import U32, U64
+from kvstore.tables.firsts import firsts
 from kvstore.tables.index import Index
 from kvstore.tables.runs import FreeRuns
 from kvstore.tables.spans import span_of
@@ -31,9 +32,7 @@ _WINDOW_ROWS = 1 << 16
 
 def distinct(hashes: U64) -> NDArray[np.bool_]:
     """[n] the first of each hash. Equal first words count as equal: rare, and costs a private slot at worst."""
-    first = np.zeros(len(hashes), dtype=np.bool_)
-    first[np.unique(hashes[:, 0], return_index=True)[1]] = True
-    return first
+    return firsts(hashes[:, 0])
 
 
 class BlockTable:
@@ -65,6 +64,16 @@ class BlockTable:
     def find(self, hashes: U64, namespaces: U32 | int) -> U32:
         """As `locate`, for hashes that form no chain."""
         return self._usable(self.index.find(hashes), namespaces)
+
+    def are(self, rows: U32, hashes: U64, namespaces: U32) -> bool:
+        """Whether each row (NONE allowed) is the one that `find` would give for its block. O(n), without the index."""
+        if not (rows != NONE).all():
+            return False
+        columns = self.columns
+        same = columns.hash.take(rows, axis=0) == hashes
+        same[:, 0] &= columns.namespace.take(rows) == namespaces
+        same[:, 1] &= _usable(columns.state.take(rows))
+        return bool(same.all())
 
     def _usable(self, rows: U32, namespaces: U32 | int) -> U32:
         columns = self.columns

@@ -380,7 +380,7 @@ class Evictor:
     def rebalance(self) -> None:
         """Lets classes that came short take extents from larger ones; finishes what drains. O(slots of an extent)."""
         state = self._state
-        for tier in (Tier.DRAM, Tier.NVME):
+        for tier in (Tier.DRAM, Tier.NVME) if state.extents.draining else ():
             for extent in state.extents.of(tier, None, ExtentState.DRAINING):
                 if extent not in self.leaving:
                     self._finish_draining(tier, extent)
