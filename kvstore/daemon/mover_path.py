@@ -21,6 +21,7 @@ from kvstore.config import Durability, NvmeThrottle
 from kvstore.daemon.group_sync import Counted, GroupSync
 from kvstore.daemon.index_writer import IndexWriter
 from kvstore.daemon.kept import Kept
+from kvstore.daemon.lateness import late_after
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.nvme import OpenPath, SlabTable
@@ -191,20 +192,18 @@ class MoverPath:
     async def _until_ended(self) -> None:
         """Returns when the mover is dying; watches for a disk that hangs."""
         link = self._require_link()
-        while not self._ended.is_set():
-            try:
-                await asyncio.wait_for(self._ended.wait(), _WATCH_S)
-            except TimeoutError:
-                stalled_s = link.stalled_s()
-                stalled_s -= longest_answer_s(self._owner.config.nvme_throttle)
-                if stalled_s > _HANGS_S:
-                    self._disk_hangs()
-                else:
-                    self._disk_answers()
-                if stalled_s > _STALL_KILL_S:
-                    _LOG.warning("mover killed: its disk does not answer", path=self.number, pid=link.pid)
-                    self._owner.counters.add("nvme_hung_movers_killed_total")
-                    link.kill()
+        while (late_s := await late_after(_WATCH_S, self._ended)) is not None:
+            link.not_watched(late_s)
+            stalled_s = link.stalled_s()
+            stalled_s -= longest_answer_s(self._owner.config.nvme_throttle)
+            if stalled_s > _HANGS_S:
+                self._disk_hangs()
+            else:
+                self._disk_answers()
+            if stalled_s > _STALL_KILL_S:
+                _LOG.warning("mover killed: its disk does not answer", path=self.number, pid=link.pid)
+                self._owner.counters.add("nvme_hung_movers_killed_total")
+                link.kill()
 
     def _disk_hangs(self) -> None:
         if not self.hangs:

@@ -239,6 +239,12 @@ class MoverLink:
             return 0.0
         return max(0.0, time.monotonic() - max(self._progress_s, self._asked_from_s))
 
+    def not_watched(self, away_s: float) -> None:
+        """So long this process did not run, and perhaps the mover neither: no disk kept anybody waiting meanwhile."""
+        now_s, since_s = time.monotonic(), max(self._progress_s, self._asked_from_s)
+        if since_s < now_s:
+            self._progress_s = min(now_s, since_s + away_s)
+
     def kill(self) -> None:
         """SIGKILL. A process that is stuck in the disk dies when the disk lets go; `pidfd` says when."""
         with contextlib.suppress(ProcessLookupError):

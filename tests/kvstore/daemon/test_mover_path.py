@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ class FakeLink:
         self.pidfd = os.eventfd(0)
         self.ours, self.theirs = socket.socketpair()
         self.extent_error: OSError | None = None
-        self.stalled = 0.0
+        self.stalled = self.away_s = 0.0
 
     def fileno(self) -> int:
         return self.ours.fileno()
@@ -63,6 +64,9 @@ class FakeLink:
 
     def stalled_s(self) -> float:
         return self.stalled
+
+    def not_watched(self, away_s: float) -> None:
+        self.away_s += away_s
 
     def stop(self) -> None:
         self.ended = True
@@ -210,6 +214,34 @@ def test_a_disk_that_does_not_answer_is_told_once_and_loses_its_mover_in_the_end
         await asyncio.sleep(0.1)
         assert rig.link.killed
         assert rig.told == ["hangs", "answers", "hangs"]
+        running.cancel()
+        asyncio.get_running_loop().remove_reader(rig.link.fileno())
+        rig.link.close()
+
+    asyncio.run(work())
+
+
+def test_a_machine_that_stood_still_is_no_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where daemon and mover stood still for more than 3 s, the daemon took the disk out of service when it went on:
+    it looked at the clock before the mover could answer."""
+    monkeypatch.setattr(module, "_WATCH_S", 0.005)
+    monkeypatch.setattr(module, "_HANGS_S", 0.1)
+
+    async def work() -> None:
+        rig = Rig()
+        rig.kept.confirm.set()
+        running = asyncio.create_task(rig.path.run_forever())
+        await rig.in_service()
+        began_s = time.monotonic()
+        monkeypatch.setattr(
+            FakeLink, "stalled_s", lambda link: max(0.0, time.monotonic() - began_s - link.away_s)
+        )
+        time.sleep(0.3)  # noqa: ASYNC251 (the machine)
+        await asyncio.sleep(0.03)
+        assert rig.told == []
+        assert rig.link.away_s > 0.25
+        await asyncio.sleep(0.3)
+        assert rig.told == ["hangs"], "the disk is found out all the same"
         running.cancel()
         asyncio.get_running_loop().remove_reader(rig.link.fileno())
         rig.link.close()

@@ -60,3 +60,16 @@ def test_a_mover_that_never_starts_is_found_out_too(rig: Rig) -> None:
     rig.link.send_sync(1)
     assert rig.stalled_at(110.0) == 0.0
     assert rig.stalled_at(114.0) == 4.0
+
+
+def test_time_in_which_nobody_watched_does_not_count(rig: Rig) -> None:
+    """A daemon that had stood still itself, like its whole machine, took its disk for one that hangs."""
+    rig.say(wire.Ready(threads=1))
+    rig.link.send_moves(np.zeros(2, dtype=MOVE))
+    rig.now_s = 104.0
+    rig.link.not_watched(3.5)
+    assert rig.link.stalled_s() == 0.5
+    assert rig.stalled_at(108.0) == 4.5, "a disk that hangs shows all the same"
+    rig.say(wire.Replies(np.zeros(1, dtype=REPLY)))
+    rig.link.not_watched(3.5)
+    assert rig.stalled_at(112.0) == 4.0, "what was answered since is not excused beforehand"
