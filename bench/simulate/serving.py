@@ -50,7 +50,7 @@ class Served:
     too_long: int  # prompts that HBM cannot hold: not served
     moved_bytes: dict[str, int]
     busy_s: dict[str, float]
-    span_s: float
+    span_s: float  # until the last that happened: an answer, or what was moved behind it
     counters: dict[str, int]
 
 
@@ -102,6 +102,7 @@ class Serving:
         self._pace = Pace()
         self._moving = False
         self._ticked_s = 0.0
+        self._latest_s = 0.0
         self._unstored: deque[_Unstored] = deque()
         self._ttft_s: list[float] = []
         self._hits = np.zeros(len(Tier), dtype=np.int64)
@@ -111,7 +112,7 @@ class Serving:
     def run(self, progress: Callable[[float], None] = lambda _done: None) -> Served:
         """Serves all requests."""
         for number in range(len(self._trace)):
-            self._clock.at(self._arrivals_s[number], lambda number=number: self._arrive(number))  # type: ignore[misc]
+            self._at(self._arrivals_s[number], lambda number=number: self._arrive(number))  # type: ignore[misc]
         done = 0
         while self._clock.step():
             self._after()
@@ -131,7 +132,7 @@ class Serving:
                 "hbm_to_dram": self._down.busy_s,
                 "disk": self._disk.busy_s,
             },
-            span_s=max(self._clock.now_s, 1e-9),
+            span_s=max(self._latest_s, 1e-9),
             counters=dict(self._store.stats().counters),
         )
 
@@ -143,6 +144,11 @@ class Serving:
     def check_rankings(self) -> None:
         """Raises AssertionError where a policy's parts contradict each other."""
         self._store.check_rankings()
+
+    def _at(self, when_s: float, action: Callable[[], None]) -> None:
+        """Something happens then; a request that only looks again is no such thing and goes to the clock itself."""
+        self._latest_s = max(self._latest_s, when_s)
+        self._clock.at(when_s, action)
 
     # -- a request's life
 
@@ -221,7 +227,7 @@ class Serving:
         cached = int(np.count_nonzero(grant.outcomes != Outcome.MISS)) * self._trace.block_tokens
         seconds = self._model.prefill_s(cached, request.prompt_tokens)
         done_s = self._gpu.take(self._clock.now_s, seconds)
-        self._clock.at(done_s, lambda: self._first_token(request, grant))
+        self._at(done_s, lambda: self._first_token(request, grant))
 
     def _first_token(self, request: _Request, grant: Grant) -> None:
         now_s = self._clock.now_s
@@ -232,7 +238,7 @@ class Serving:
             self._store.hold(Tier.HBM, slots)
             self._unstored.append(_Unstored(slots=slots, generations=grant.hbm_generations[published]))
         decode_s = self._model.decode_s(request.prompt_tokens, request.output_tokens)
-        self._clock.at(now_s + decode_s, lambda: self._end(request, grant))
+        self._at(now_s + decode_s, lambda: self._end(request, grant))
 
     def _end(self, request: _Request, grant: Grant) -> None:
         self._running -= 1
@@ -292,13 +298,13 @@ class Serving:
             self._moving = False
             self._store.moved(moves)
 
-        self._clock.at(self._disk.take(self._clock.now_s, seconds), moved)
+        self._at(self._disk.take(self._clock.now_s, seconds), moved)
 
     def _copy(self, link: Channel, way: str, blocks: int, done: Callable[[], None]) -> None:
         nbytes = blocks * self._sizes.slot_bytes
         self._moved[way] += nbytes
         seconds = nbytes / self._model.hardware.copy_bytes_per_s
-        self._clock.at(link.take(self._clock.now_s, seconds), done)
+        self._at(link.take(self._clock.now_s, seconds), done)
 
 
 def _nothing() -> None:

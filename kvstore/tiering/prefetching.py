@@ -88,9 +88,10 @@ class Prefetching:
 
     def answered(self, session: Session, lease: int, grant: Grant, reserve: int, rows: U32) -> None:
         """The request has asked for its blocks itself ([n] rows, NONE where there was none); until it is given all of
-        them they stay wanted.
+        them, and the `reserve`, they stay wanted, and it has its turn among those that asked.
 
-        Where it is given less than the `reserve` that it asked for it may give all back and ask again.
+        Whatever it lacks: one whose blocks were all on their way already, or that lacks HBM alone, would keep its
+        deadline, and whoever asked after it would push out what has come for it.
         """
         queued = self._state.queued
         if self.turns is not None and len(grant.reserve_slots) >= reserve and grant.complete:
@@ -98,11 +99,14 @@ class Prefetching:
             rows = rows if known.all() else rows[: int(known.argmin())]
             if len(rows):
                 self._served.append((rows, self._state.words(rows), self._state.now_ms))
-        if queued.get(session.id, lease) is None or len(grant.reserve_slots) < reserve:
+        request = queued.get(session.id, lease)
+        if request is None:
             return
-        if (grant.outcomes < Outcome.PROMOTING).all():
+        if len(grant.reserve_slots) >= reserve and (grant.outcomes < Outcome.PROMOTING).all():
             queued.end(session.id, lease)
             self._stuck.clear()
+        else:
+            queued.ask(session.id, lease, request.rows, request.words, self._state.now_ms)
 
     def cancel(self, session: Session, lease: int) -> None:
         """The request waits no more. Takes back what no mover has begun and nobody else wants."""

@@ -290,6 +290,40 @@ def test_room_for_what_will_be_written_spares_what_was_read_ahead() -> None:
     rig.check()
 
 
+def test_what_came_ahead_for_one_that_has_asked_is_not_pushed_out_for_one_that_asks_later() -> None:
+    """A request whose blocks were all on their way when it asked kept its deadline: those that asked after it had
+    sooner ones, took its slots before it had used them, and it was served last of all."""
+    rig = small(dram=8, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    prefetch(rig, one, chain(6), lease=1, in_ms=100)
+    assert (rig.acquire(one, chain(6), lease=1).outcomes == PROMOTING).all()
+    assert reads(rig) == chain(6).tolist()
+    rig.acquire(one, chain(6, seed=1), lease=2)
+    assert kept(rig, one, chain(6)) == 6
+    assert rig.outcomes(one, chain(6)) == [DRAM] * 6
+    rig.check()
+
+
+def test_what_is_there_for_one_that_lacks_hbm_alone_is_not_pushed_out_for_one_that_asks_later() -> None:
+    """As above: it had asked, found all of it in DRAM, and waited for HBM with the deadline that it had announced."""
+    rig = small(dram=8, hbm=8, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    busy = rig.acquire(one, chain(4, seed=9), lease=9)
+    assert (busy.outcomes == Outcome.MISS).all()
+    prefetch(rig, one, chain(6), lease=1, in_ms=100)
+    assert reads(rig) == chain(6).tolist()
+    lacking = rig.acquire(one, chain(6), lease=1)
+    assert Outcome.NO_SLOT in lacking.outcomes
+    rig.step(one, hbm=lacking.hbm_slots, dram=lacking.dram_slots)
+    rig.acquire(one, chain(6, seed=1), lease=2)
+    assert kept(rig, one, chain(6)) == 6
+    rig.check()
+
+
 def test_requests_of_another_slot_size_do_not_wait_for_room_of_this_one() -> None:
     rig = small(dram=0, share=1.0)
     rig.store.add_extent(tier=Tier.HBM, device=0, nbytes=8 * 2 * PAGE, slot_bytes=2 * PAGE)
