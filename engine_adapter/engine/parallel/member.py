@@ -47,7 +47,10 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberPlan:
-    """All that a member has to know. `seed`: of random weights, None for those on disk. A page is a shard's."""
+    """All that a member has to know. `seed`: of random weights, None for those on disk. A page is a shard's.
+
+    `meeting_fd`: a file in memory, under the same number in every process of the group, which is gone with the last.
+    """
 
     model: str
     seed: int | None
@@ -56,7 +59,12 @@ class MemberPlan:
     num_pages: int
     page_bytes: int
     block_tokens: int
-    meeting_file: str
+    meeting_fd: int
+
+    @property
+    def meeting_file(self) -> Path:
+        """Where this process finds it."""
+        return Path(f"/proc/self/fd/{self.meeting_fd}")
 
 
 class MemberPages(Protocol):
@@ -86,7 +94,7 @@ class Member:
             fds = {"--fd": theirs.fileno()} | {flag: sock.fileno() for flag, sock in sockets}
             command = [sys.executable, "-m", module, "--plan", json.dumps(asdict(plan))]
             command += [word for flag, fd in fds.items() for word in (flag, str(fd))]
-            self._process = subprocess.Popen(command, pass_fds=list(fds.values()))
+            self._process = subprocess.Popen(command, pass_fds=[*fds.values(), plan.meeting_fd])
 
     @property
     def pid(self) -> int:
@@ -190,7 +198,7 @@ def serve_member(plan: MemberPlan, connection: socket.socket, memory: MemberPage
     pages = memory.pages(
         plan.page_bytes
     )  # first: what earlier processes left must be known before weights take room
-    shard = load_shard(source, plan.settings, plan.shard, Path(plan.meeting_file))
+    shard = load_shard(source, plan.settings, plan.shard, plan.meeting_file)
     config, dtype = shard.loaded.config, shard.loaded.model.dtype
     pool = view_pages(pages, config, plan.block_tokens, dtype)
     runner = make_shard_runner(shard.loaded, pool, plan.settings, shard.group)

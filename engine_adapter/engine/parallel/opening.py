@@ -1,10 +1,9 @@
 """Opens a model over several devices: starts the members, loads the own shard, and ends all of them together."""
 
-import tempfile
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Generic
 
 from torch import Tensor
@@ -67,7 +66,7 @@ class StartedModel(Generic[M]):
     def load(self, numbers_of: _Numbers = same_numbers) -> Iterator[ParallelModel]:
         """All shards, loaded at the same time. `numbers_of`: what pages of this process are called in all of them."""
         plan = self._plan
-        shard = load_shard(self._source, plan.settings, plan.shard, Path(plan.meeting_file))
+        shard = load_shard(self._source, plan.settings, plan.shard, plan.meeting_file)
         model = ParallelModel(shard, self.members, numbers_of)
         try:
             for member in self.members:
@@ -95,7 +94,8 @@ def start_parallel(
     Every shard has `num_pages` pages. ConfigError where the model cannot be cut so.
     """
     config = shard_config(source.config, size)
-    with tempfile.TemporaryDirectory(prefix="kvstore-group-") as folder:
+    meeting_fd = os.memfd_create("kvstore-group")
+    try:
         plan = MemberPlan(
             model=str(source.path),
             seed=source.seed,
@@ -104,10 +104,12 @@ def start_parallel(
             num_pages=num_pages,
             page_bytes=config.page_bytes(block_tokens, DTYPE_BYTES[compute_dtype(settings.device)]),
             block_tokens=block_tokens,
-            meeting_file=str(Path(folder) / "group"),
+            meeting_fd=meeting_fd,
         )
         with spawn_members([_of_rank(plan, rank) for rank in range(1, size)], start) as members:
             yield StartedModel(source, plan, members)
+    finally:
+        os.close(meeting_fd)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,7 +116,9 @@ def test_only_new_pages_are_sent() -> None:
     assert sent == [2, 0, 1, 3, 1]
 
 
-def test_two_shards_answer_as_the_whole_model_does() -> None:
+def test_two_shards_answer_as_the_whole_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They met in a file of a temporary folder, which a killed worker left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = find_shape("llama-tiny")
     whole = load_model(source, SETTINGS)
     params = [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=6, temperature=0.8, seed=3)]
@@ -124,6 +128,7 @@ def test_two_shards_answer_as_the_whole_model_does() -> None:
         page_bytes = parallel.loaded.config.page_bytes(BLOCK, 4)
         engine = Engine(parallel.loaded, blocks(page_bytes), SETTINGS, make_runner=parallel.make_runner)
         engine.prepare()
+        assert not list(tmp_path.glob("kvstore*"))
         assert [tokens_of(engine.generate(PROMPTS, param)) for param in params] == expected
         os.kill(parallel.members[0]._process.pid, signal.SIGKILL)
         parallel.members[0]._process.wait()
