@@ -27,6 +27,7 @@ from engine_adapter.blocks.admissions import admission
 from engine_adapter.blocks.adoption import Adoption
 from engine_adapter.blocks.entry import NO_PAGES, NO_SLOTS, Entry, Phase
 from engine_adapter.blocks.seals import seals
+from engine_adapter.blocks.telling import Telling
 from engine_adapter.blocks.write_through import WriteThrough
 from engine_adapter.blocks.wrong_blocks import WrongBlocks
 from engine_adapter.copying.copier import Copier
@@ -89,6 +90,7 @@ class KvstoreBlockManager:
         self._leases = count(1)
         self._num_admitted = 0
         self._pace = Pace()
+        self._telling = Telling(clock)
         self._wrong = WrongBlocks(session)
         self._ahead = LoadAhead(session, self._namespace, copier, clock)
         self._choice = LoadChoice(session, loads or ChoiceSettings(), clock)
@@ -304,6 +306,7 @@ class KvstoreBlockManager:
 
     def _admit(self, entry: Entry) -> None:
         entry.phase = Phase.ADMITTED
+        self._telling.hurry()
         self._plans.admitted(entry.lease, entry.sealed_blocks)
         self._num_admitted += 1
         self._pace.let_in(self._clock(), len(self._requests) - self._num_admitted)
@@ -326,6 +329,7 @@ class KvstoreBlockManager:
         if run is None:
             self._ahead.yield_pages()
             self._session.want_credit(missing)
+            self._telling.hurry()
             return False
         self._cover(entry, run.slots)
         return True
@@ -358,6 +362,8 @@ class KvstoreBlockManager:
             entry.chain.extend(token_ids[hashed:num_tokens])
         self._note_load(entry)
         full = num_tokens // self.block_tokens
+        if full < entry.cap_blocks:
+            self._telling.goes_on()
         if full > entry.sealed_blocks and not entry.lost:
             begin = entry.sealed_blocks
             for skipped in (*entry.overtaken, range(full, full)):
@@ -386,6 +392,7 @@ class KvstoreBlockManager:
         if entry.load is not None:
             entry.load.withdraw(self._copier)
         self._session.stage(dropped_hbm=entry.slots)
+        self._telling.hurry()
 
     def report_wrong(self, request: RequestId, block: int, detail: str) -> None:
         """See BlockManager. The daemon is told by a thread of its own: a call may take until its time-out."""
@@ -408,10 +415,15 @@ class KvstoreBlockManager:
     def end_step(self) -> None:
         """See BlockManager."""
         self._keep_in_touch()
+        if self._telling.due():
+            self._session.step()
+        self._absorb_events()
 
     def wait(self, timeout_s: float) -> None:
         """See BlockManager."""
         self._keep_in_touch()
+        self._session.step()
+        self._absorb_events()
         waiting = self._requests.values()
         retries = [
             entry.retry_at for entry in waiting if entry.phase is Phase.QUEUED or self._may_go_on(entry)
@@ -425,8 +437,6 @@ class KvstoreBlockManager:
         self.adoption.poll()
         self._ahead.poll()
         self._choice.settle()
-        self._session.step()
-        self._absorb_events()
         self._absence.note(self._session.available)
 
     def _ready(self, prompt: NDArray[np.uint64]) -> int:
