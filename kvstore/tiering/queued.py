@@ -1,9 +1,9 @@
 """Requests that wait: what each will ask for, and by when, as far as clients said so.
 
 Owns a list in order of deadline and two columns by row, from which others read: prefetch what to bring up next,
-eviction what to take last. A request that has asked for blocks which only storage has, and waits for them, is in the
-list too, before all that have not asked, in the order in which they first did: what has come for one is not pushed out
-for another behind it.
+eviction what to take last. A request that has asked for blocks which only storage has, or was announced and did not get
+all that it asked for, is in the list too, before all that have not asked, in the order in which they first did: what
+has come for one is not pushed out for another behind it.
 
 A statement holds nothing and is believed for as long as its request waits: it ends when the request is given all that
 it asked for, is cancelled, its session is gone, or it asks no more. Volatile: a new daemon knows of none.

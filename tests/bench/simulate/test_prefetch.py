@@ -73,6 +73,16 @@ def test_more_waiting_long_requests_than_dram_holds_lose_nothing_by_prefetch(run
     assert seconds(on) * 0.95 <= seconds(off)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 7, 8])
+def test_what_was_read_ahead_for_one_that_waits_is_not_lost_to_those_behind_it(seed: int) -> None:
+    """A request that asked while its blocks were on their way lost them to those behind it, and was served last: the
+    goodput of these orders was 0.94, 0.88, 0.94 and 0.74 of that without prefetch."""
+    blocks = 64
+    trace, served_by = documents(16, blocks, 3, 32, seed), model(1e9)
+    off, on = (serve(trace, served_by, 300, 4 * blocks, share, 4) for share in (OFF, ON))
+    assert seconds(on) * 0.95 <= seconds(off)
+
+
 def test_waiting_requests_do_not_push_each_others_blocks_out_of_dram() -> None:
     """Each read what the next one evicted before it was used: 505 GB through the disk for documents of 13 GB."""
     count, blocks, rounds = 16, 256, 3
