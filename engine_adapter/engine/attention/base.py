@@ -1,9 +1,10 @@
 """The contract of paged attention: which rows attend to which pages, and who writes the pages.
 
-A batch is flat: `num_rows` rows, of which each sequence owns a range of consecutive ones. A sequence's rows are the
-last tokens of its context, in order, so a row's position follows from the context length: row `r` of the range
-`[start, end)` is at position `context_len - (end - r)` and attends to positions up to its own. Rows that no sequence
-owns are padding: nothing of theirs is written, and what they attend to is finite but meaningless.
+A batch is flat: `num_rows` rows, of which each sequence owns a range of consecutive ones; the ranges may lie in any
+order. A sequence's rows are the last tokens of its context, in order, so a row's position follows from the context
+length: row `r` of the range `[start, end)` is at position `context_len - (end - r)` and attends to positions up to its
+own. Rows that no sequence owns are padding: nothing of theirs is written, and what they attend to is finite but
+meaningless.
 """
 
 from dataclasses import dataclass

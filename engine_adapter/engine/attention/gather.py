@@ -21,15 +21,16 @@ class PageWriter:
             rows.append(np.arange(start, end))
             pages.append(batch.block_tables[i, positions // block_tokens].astype(np.int64))
             offsets.append(positions % block_tokens)
-        device = pool.device
-        self._rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        device, written = pool.device, np.concatenate(rows)
+        self._rows = torch.from_numpy(written).to(device)
         self._pages = torch.from_numpy(np.concatenate(pages)).to(device)
         self._offsets = torch.from_numpy(np.concatenate(offsets)).to(device)
-        self._all_rows = len(self._rows) == batch.num_rows
+        # Where sequences own all rows, they may still be named in another order than their rows lie in.
+        self._as_they_are = np.array_equal(written, np.arange(batch.num_rows))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` `[num_rows, kv_heads, head_dim]`; padding rows are left out."""
-        if not self._all_rows:
+        if not self._as_they_are:
             key, value = key[self._rows], value[self._rows]
         target = self._pool[:, layer]  # [page, K|V, kv_head, token, head_dim]
         target[self._pages, 0, :, self._offsets] = key

@@ -46,8 +46,7 @@ def make_fixed_triton(pool: Tensor) -> AttentionBackend:
     return FixedTritonAttention(pool, HEADS)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32])
-@pytest.mark.parametrize(
+every_backend = pytest.mark.parametrize(
     "kind",
     [
         SdpaAttention,
@@ -56,6 +55,10 @@ def make_fixed_triton(pool: Tensor) -> AttentionBackend:
         pytest.param(make_fixed_triton, marks=needs_interpreter),
     ],
 )
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+@every_backend
 def test_backends_compute_attention(kind: Callable[[Tensor], AttentionBackend], block_tokens: int) -> None:
     """Three sequences, filled in two passes: a chunk behind a context, a single row, and padding rows between."""
     generator = torch.Generator().manual_seed(1)
@@ -97,6 +100,36 @@ def test_backends_compute_attention(kind: Callable[[Tensor], AttentionBackend], 
             torch.testing.assert_close(mixed[start:end], expected, atol=1e-5, rtol=1e-5)
     assert pool[:, 0].isnan().all()
     assert pool[:, 2].isnan().all()
+
+
+@every_backend
+def test_sequences_that_own_all_rows_may_stand_in_any_order(
+    kind: Callable[[Tensor], AttentionBackend],
+) -> None:
+    """Each row's KV went into the pages of the other sequence where the first one's rows lay behind the second one's
+    and no row was padding: wrong answers, and wrong blocks for everybody."""
+    generator = torch.Generator().manual_seed(2)
+    pool = make_pool(16)
+    backend = kind(pool)
+    tables = np.arange(8, dtype=np.int32).reshape(2, 4)
+    before = torch.randn(16, 2, KV_HEADS, DIM, generator=generator)
+    fill(pool, tables[0], before)
+    rows = ((16, GRID_TOKENS), (0, 16))
+    batch = AttentionBatch(
+        num_rows=GRID_TOKENS,
+        block_tables=tables,
+        rows=np.array(rows, np.int32),
+        context_lens=np.array([GRID_TOKENS, 16], np.int32),
+    )
+    step = backend.plan(batch)
+    query = torch.randn(GRID_TOKENS, HEADS, DIM, generator=generator)
+    kv = torch.randn(GRID_TOKENS, 2, KV_HEADS, DIM, generator=generator)
+    step.write(1, kv[:, 0], kv[:, 1])
+    mixed = step.attend(1, query)
+    for (start, end), history in zip(rows, ([before], []), strict=True):
+        whole = torch.cat([*history, kv[start:end]])
+        expected = naive(query[start:end], whole[:, 0], whole[:, 1])
+        torch.testing.assert_close(mixed[start:end], expected, atol=1e-5, rtol=1e-5)
 
 
 def fill(pool: Tensor, table: np.ndarray, kv: Tensor) -> None:

@@ -136,6 +136,25 @@ def test_company_in_the_batch_changes_no_bit(model: Llama) -> None:
     assert torch.equal(sequences.run(runner, [(me, LENGTH)])[0], expected)
 
 
+def test_two_prefills_that_fill_a_tile_keep_their_bits(model: Llama) -> None:
+    """A request behind one cached block and one of a single block have all rows of a tile, the second one's first: the
+    KV of each was written into the pages of the other."""
+    expected, alone = cold(model, 16), cold(model, 16, TOKENS[:144])
+    sequences = Sequences(model, num_pages=256, seed=6)
+    sequences.add(TOKENS)
+    runner = sequences.tiled()
+    sequences.run(runner, [(0, LENGTH)])
+    longer = sequences.add(TOKENS, cached=80, prefix_of=0)
+    shorter = sequences.add(TOKENS[:144], cached=128, prefix_of=0)
+    logits = sequences.run(runner, [(longer, LENGTH), (shorter, 144)])
+    assert torch.equal(logits[0], expected)
+    assert torch.equal(logits[1], alone)
+    for warm, blocks in ((longer, LENGTH // 16), (shorter, 144 // 16)):
+        computed = sequences.pool[torch.from_numpy(sequences.tables[warm][:blocks]).long()]
+        before = sequences.pool[torch.from_numpy(sequences.tables[0][:blocks]).long()]
+        assert torch.equal(computed, before)
+
+
 def test_recycled_pages_full_of_nan_leave_no_trace(model: Llama) -> None:
     """Elsewhere a masked score of 0 times NaN left in a recycled page made NaN of the whole row."""
     sequences = Sequences(model)
