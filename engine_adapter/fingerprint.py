@@ -24,6 +24,7 @@ _WHOLE_BYTES = 256 << 20
 _SAMPLES = 1024
 _SAMPLE_BYTES = 64 << 10
 _ENGINE_REVISION = 1  # raised when the engine's mathematics change
+_DETERMINISTIC_REVISION = 2  # as that, of deterministic mode; 1 could exchange the KV of two requests
 
 
 def model_geometry(source: ModelSource, *, block_tokens: int, dtype: str) -> Geometry:
@@ -49,7 +50,7 @@ def namespace_parts(source: ModelSource, geometry: Geometry, settings: EngineSet
     engine = f"bundled {_ENGINE_REVISION}" + ("" if kind == "cpu" else f" {kind}")
     if settings.deterministic:
         where = f"threads={settings.threads}" if kind == "cpu" else f"gpu={settings.device_name}"
-        engine += f" deterministic {where} torch={version('torch')}"
+        engine += f" deterministic {_DETERMINISTIC_REVISION} {where} torch={version('torch')}"
     sizes = asdict(config)
     rope = sizes.pop("rope")
     if not sizes["qk_norm"]:
