@@ -53,3 +53,13 @@ class Entry:
     wait_s: float = 0.0  # for what that has found on its way
     overtaken: list[range] = field(default_factory=list)  # blocks that were loaded behind computed ones
     lost: bool = False  # a slot of it is no longer ours, or is wrong: it has to be computed again
+
+    def computes(self, asked_since: float) -> bool:
+        """Whether it computes what is not cached of it, or is about to: it has the slots, and the engine wants it.
+
+        One that was not asked for since then may stand in the engine's queue behind who waits for it to compute.
+        """
+        if self.phase is Phase.ADMITTED:
+            return True
+        has_slots = self.phase is Phase.LOADING or (self.phase is Phase.ASKED and self.private)
+        return has_slots and self.asked_at >= asked_since

@@ -452,10 +452,10 @@ class KvstoreBlockManager:
         """
         if block >= entry.cap_blocks:
             return False
-        wanted = entry.chain.hashes[block]
+        wanted, asked_since = entry.chain.hashes[block], self._clock() - _MAX_UNUSED_S
         return any(
             other is not entry
-            and (other.phase > Phase.ASKED or (other.phase is Phase.ASKED and other.private))
+            and other.computes(asked_since)
             and not other.lost
             and other.sealed_blocks <= block < len(other.chain)
             and bool((other.chain.hashes[block] == wanted).all())

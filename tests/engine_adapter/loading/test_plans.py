@@ -206,3 +206,23 @@ def test_an_abort_while_both_ends_are_under_way_leaks_nothing(service: Service) 
         driver.release(request)
         driver.await_nothing_used()
     assert service.faults() == []
+
+
+def test_a_request_does_not_wait_for_one_behind_it_that_is_no_longer_asked_for(service: Service) -> None:
+    """Two of one prefix were to compute it. The first was past the scheduler's patience, so nobody behind it was
+    admitted, and waited for the second to compute what had its slots already: until a client went, for ever."""
+    with attached(service.socket, "circle", pages=64, loads=settings(LoadMode.NEVER)) as driver:
+        tokens = prompt(20)
+        driver.run("first", tokens)
+        for other in range(4):
+            driver.run(f"other {other}", prompt(20))  # HBM has it no more
+        tiers = driver.session.match(driver.namespace, driver.namespace.chain(tokens).hashes).tiers
+        assert (tiers == Tier.DRAM).any()
+        head, behind = driver.enqueue("head", tokens), driver.enqueue("behind", tokens)
+        assert driver.try_admit(behind) is None  # asks, in slots of its own; from now on it is passed over
+        assert driver.try_admit(head) is None  # while the one behind it is asked for it need not compute, too
+        assert driver.admit(head, timeout_s=10.0).cached_tokens < 20 * B
+        driver.release(head)
+        driver.release(behind)
+        driver.await_nothing_used()
+    assert service.faults() == []
