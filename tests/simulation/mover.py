@@ -226,6 +226,9 @@ class Link(MoverLink):
     def stalled_s(self) -> float:
         return self.mover.machine.now_s - self._progressed_s if self.outstanding or self.syncs else 0.0
 
+    def not_watched(self, away_s: float) -> None:
+        """The simulated machine never stands still; how late the real one is must not decide anything here."""
+
     def kill(self) -> None:
         self.mover.kill()
 

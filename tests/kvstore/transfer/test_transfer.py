@@ -385,6 +385,7 @@ def test_memory_that_leaves_the_service_meanwhile_hurts_nobody(place: Path) -> N
     with started(small_config(here)) as service:
         with engine(service, parts()) as one:
             one.store(many(1, 3500))
+            wait_for("all of it in DRAM", lambda: service.tier("dram").sealed_slots >= 3500)
         shrunk: list[object] = []
 
         def shrink(_done: int, _total: int) -> None:
