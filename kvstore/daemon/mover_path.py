@@ -102,7 +102,7 @@ class MoverPath:
         self._slab_answers = SlabAnswers(
             owner=owner, columns=columns, table=slabs, index=self.index, voice=self.voice
         )
-        self._lost: set[int] = set()  # extents with slabs that were deleted
+        self._lost: dict[int, int] = {}  # numbers of slabs that were deleted, by extent
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -415,10 +415,10 @@ class MoverPath:
             case wire.SlabOpened():
                 self._slab_answers.opened(message)
             case wire.SlabFailed():
-                self._slabs.failed(message.extent)  # the next move that names it has it tried again
+                self._slabs.failed(message.extent, message.number)
                 self._slab_answers.failed(message)
             case wire.SlabLost():
-                self._lost.add(message.extent)
+                self._lost[message.extent] = message.number
             case wire.Notice():
                 self.voice.notice(message.text)
             case wire.Counts():

@@ -162,8 +162,8 @@ def movers_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 def deleted_slabs_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
     """What goes into a file without a name counts as written."""
 
-    async def deleted(answers: SlabAnswers, directory: NvmeDirectory) -> set[int]:
-        return set()
+    async def deleted(answers: SlabAnswers, directory: NvmeDirectory) -> dict[int, int]:
+        return {}
 
     patch.setattr(Slab, "is_deleted", lambda slab: False)
     patch.setattr(SlabAnswers, "deleted", deleted)
