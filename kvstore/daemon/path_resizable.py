@@ -65,6 +65,7 @@ class PathResizable:
         except KvstoreError:
             self._slabs.set(info.extent, number, slot_bytes)
             raise
+        self._mover.slab_answers.left(info.extent)
         if number:
             self._mover.index.drop_slab(number)
             file = SlabFile(number=number, slot_bytes=slot_bytes, nbytes=info.nbytes)

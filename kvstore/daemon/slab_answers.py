@@ -60,6 +60,13 @@ class SlabAnswers:
         if not told.direct:
             _LOG.info("no O_DIRECT here: buffered", path=self._voice.number, extent=told.extent)
 
+    def left(self, extent: int) -> None:
+        """The path has become smaller by this extent, and no longer goes on without its slab."""
+        if extent in self._without:
+            self._without.discard(extent)
+            if not self._without:
+                self._voice.settled("slab")
+
     async def deleted(self, directory: NvmeDirectory) -> dict[int, int]:
         """Numbers, by extent, of the slabs that have blocks of the store, and no file any more."""
         expected = self._with_blocks()

@@ -28,7 +28,7 @@ class Path:
         self.columns.extent_device[EXTENT] = PATH
         self.table.set(EXTENT, NEW, 4096)
         paths: Any = SimpleNamespace(
-            slab_failed=lambda extent: self.did.append(f"failed {extent}"),
+            slab_failed=self._slab_failed,
             slab_lost=lambda extent: self.did.append(f"lost {extent}"),
         )
         owner: Any = SimpleNamespace(
@@ -36,11 +36,20 @@ class Path:
         )
         index: Any = SimpleNamespace(drop_slab=lambda number: self.did.append(f"forgot {number}"))
         voice: Any = SimpleNamespace(
-            number=PATH, folder="/f", complain=lambda *said: self.did.append("said"), settled=lambda *_: None
+            number=PATH,
+            folder="/f",
+            complain=lambda *said: self.did.append("said"),
+            settled=lambda _: self.did.append("settled"),
         )
+        self.goes_on = False
+        """Whether the path has other slabs to go on with where one cannot be made."""
         self.answers = SlabAnswers(
             owner=owner, columns=self.columns, table=self.table, index=index, voice=voice
         )
+
+    def _slab_failed(self, extent: int) -> bool:
+        self.did.append(f"failed {extent}")
+        return self.goes_on
 
     def hear(self, number: int) -> list[str]:
         """All that a mover can say against slab `number` of extent 3; what it changed."""
@@ -86,3 +95,14 @@ def test_an_extent_that_is_another_paths_or_no_slab_is_left_alone(
     """An extent that had left meanwhile ended the turn of the daemon with all other answers of the mover."""
     getattr(path.columns, column)[EXTENT] = value
     assert path.hear(NEW) == []
+
+
+def test_a_path_without_room_for_a_slab_that_becomes_smaller_is_well(path: Path) -> None:
+    """It warned for ever that there was no space for a slab, though told to do with fewer, as the warning advises."""
+    path.goes_on = True
+    path.answers.failed(wire.SlabFailed(extent=EXTENT, number=NEW, text="no space"))
+    path.did.clear()
+    path.answers.left(EXTENT + 1)
+    assert path.did == []
+    path.answers.left(EXTENT)
+    assert path.did == ["settled"]
