@@ -56,6 +56,8 @@ def test_it_outlives_the_daemon_whose_crash_it_explains(tmp_path: Path, shown: S
         assert len(boots) == 2
         assert "recovered" in {record["event"] for record in after}
         assert shown(crash, socket=service.socket)[: len(running)] == running, "and in the file of the crash"
+        # Extents of DRAM may still be added after `ready`, each with a record of its own.
+        wait_for("all of DRAM", lambda: service.tier("dram").allocated_bytes == config.dram_bytes)
         (last,) = shown(socket=service.socket, last=1)
         assert last == shown(socket=service.socket)[-1]
         assert shown(socket=service.socket, since="1h") == shown(socket=service.socket)
