@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 
@@ -32,11 +34,16 @@ def kvstore(*arguments: str, **environ: str) -> Done:
     """
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "execv", _become)
         for name, value in environ.items():
             patch.setenv(name, value)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = _exit_code(arguments)
     return Done(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def _become(path: str, command: list[str]) -> NoReturn:
+    raise AssertionError(f"the test would have become another program: {command}")
 
 
 def _exit_code(arguments: tuple[str, ...]) -> int:
