@@ -150,7 +150,7 @@ class Promoting:
 
         if self.queued_ahead:  # a read that nobody has begun is worth less than a block that is there
             owner = self._evictor.make_room_among(key, count, unwanted, asks=asks)
-            self._take_back(key, count - len(owner.free), due_ms)
+            self.take_back(key, count - len(owner.free), due_ms)
         for may_go in (later_and_lower, later):  # the only copy of a block last
             owner = self._evictor.make_room_among(key, count, may_go, asks=asks)
             if len(owner.free) >= count:
@@ -160,8 +160,9 @@ class Promoting:
         state.counters["evictions_dram_inline"] += max(0, len(owner.free) - before)
         return owner
 
-    def _take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
-        """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first."""
+    def take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
+        """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first; they are
+        begun again when there is room."""
         queued = [slots for path in self._paths for _, _, slots in path.prefetched]
         if count <= 0 or not queued:
             return
@@ -173,6 +174,7 @@ class Promoting:
         slots, rows = slots[may_go], rows[may_go]
         wanted_ms = np.where(state.queued.wanted[rows] > 0, state.queued.soonest_ms[rows], NO_DEADLINE_MS)
         last_first = np.lexsort((state.columns.depth[rows], wanted_ms))[::-1]
+        state.queued.lost(rows[last_first[:count]])
         self.undo(slots[last_first[:count]])
 
     def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:

@@ -242,7 +242,7 @@ class Evictor:
         if ranking is not None:
             ranking.left(rows)
         if tier is Tier.HBM:
-            state.queued.left_hbm(rows)
+            state.queued.lost(rows)
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
         state.counters[f"evictions_{name}"] += len(victims)

@@ -339,6 +339,27 @@ def test_reads_that_are_queued_ahead_make_way_for_one_that_has_asked() -> None:
     assert sorted(reads(rig, limit=4)) == sorted(chain(4, seed=1).tolist())
     assert reads(rig) == chain(4)[2:].tolist()
     assert kept(rig, one, chain(6)) == 4
+    given = rig.acquire(one, chain(4, seed=1), lease=2)
+    assert given.complete
+    rig.step(one, hbm=given.hbm_slots, dram=given.dram_slots)
+    rig.store.take_changed()
+    assert reads(rig) == chain(6)[4:].tolist()
+    assert rig.counter("prefetch_wasted_bytes") == 0
+    rig.check()
+
+
+def test_what_is_wanted_sooner_takes_the_room_of_reads_that_nobody_has_begun() -> None:
+    """It pushed out the first blocks of a request, which had come, while the last of them were still to be read."""
+    rig = small(dram=12, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    assert len(rig.room(one, 4).dram_slots) == 4
+    prefetch(rig, one, chain(6), lease=1, in_ms=200)
+    assert len(reads(rig, limit=2)) == 2
+    prefetch(rig, one, chain(6, seed=1), lease=2, in_ms=100)
+    assert sorted(reads(rig, limit=6)) == sorted(chain(6, seed=1).tolist())
+    assert kept(rig, one, chain(6)) == 2
     assert rig.counter("prefetch_wasted_bytes") == 0
     rig.check()
 
