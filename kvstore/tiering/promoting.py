@@ -30,7 +30,8 @@ _PREFETCHED, _DEMANDED, _MOVING = 1, 2, 3
 
 @dataclass(slots=True)
 class _Path:
-    """Queues of one path. Entries are checked when they are taken: a slot that is no longer wanted is passed over."""
+    """Queues of one path. Entries are checked when they are taken: a slot that is no longer wanted, or that
+    another path reads into by now, is passed over."""
 
     up: bool = True
     demanded: deque[U32] = field(default_factory=deque)
@@ -176,6 +177,12 @@ class Promoting:
         last_first = np.lexsort((state.columns.depth[rows], wanted_ms))[::-1]
         state.queued.lost(rows[last_first[:count]])
         self.undo(slots[last_first[:count]])
+        for path in self._paths:  # else they pile up, where a mover never comes to those that are needed last
+            left = [
+                (at, order, part[self._progress[part] == _PREFETCHED]) for at, order, part in path.prefetched
+            ]
+            path.prefetched = [entry for entry in left if len(entry[2])]
+            heapq.heapify(path.prefetched)
 
     def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:
         """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""
@@ -287,8 +294,8 @@ class Promoting:
         path = self._paths[number]
         if not path.demanded and not path.prefetched:  # asked after every message
             return NO_SLOTS
-        demanded = self._take_demanded(path, limit)
-        ahead = self._take_ahead(path, min(early, limit - len(demanded)))
+        demanded = self._take_demanded(number, limit)
+        ahead = self._take_ahead(number, min(early, limit - len(demanded)))
         self.queued_ahead -= len(ahead)
         taken = np.concatenate((self._by_place(demanded), self._by_place(ahead)))
         self._progress[taken] = _MOVING
@@ -296,27 +303,33 @@ class Promoting:
         self.queued -= len(taken)
         return taken
 
-    def _take_demanded(self, path: _Path, limit: int) -> U32:
-        taken = NO_SLOTS
+    def _take_demanded(self, number: int, limit: int) -> U32:
+        path, taken = self._paths[number], NO_SLOTS
         while len(taken) < limit and path.demanded:
-            slots = path.demanded.popleft()
-            slots = slots[(self._progress[slots] == _DEMANDED) & ~np.isin(slots, taken)]
+            slots = self._still(number, path.demanded.popleft(), _DEMANDED)
+            slots = slots[~np.isin(slots, taken)]
             room = limit - len(taken)
             if len(slots) > room:
                 path.demanded.appendleft(slots[room:])
             taken = np.concatenate((taken, slots[:room]))
         return taken
 
-    def _take_ahead(self, path: _Path, limit: int) -> U32:
-        taken = NO_SLOTS
+    def _take_ahead(self, number: int, limit: int) -> U32:
+        path, taken = self._paths[number], NO_SLOTS
         while len(taken) < limit and path.prefetched:
             deadline_ms, order, slots = heapq.heappop(path.prefetched)
-            slots = slots[(self._progress[slots] == _PREFETCHED) & ~np.isin(slots, taken)]
+            slots = self._still(number, slots, _PREFETCHED)
+            slots = slots[~np.isin(slots, taken)]
             room = limit - len(taken)
             if len(slots) > room:
                 heapq.heappush(path.prefetched, (deadline_ms, order, slots[room:]))
             taken = np.concatenate((taken, slots[:room]))
         return taken
+
+    def _still(self, number: int, slots: U32, progress: int) -> U32:
+        """Those that this path is to read into: one that was undone since it was queued may be another's."""
+        found: U32 = slots[self._progress[slots] == progress]
+        return found[self._state.dram.held(found, mover_bit(number))]
 
     def _by_place(self, slots: U32) -> U32:
         """Sorted by where storage has their blocks."""
