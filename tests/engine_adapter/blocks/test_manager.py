@@ -91,6 +91,7 @@ def test_generated_tokens_are_cached_with_the_prompt(engine: Driver) -> None:
     engine.admit(request)
     engine.fill(request, 0)
     for token in range(2 * B + 1):
+        engine.await_credit()
         assert engine.decode(request, token)
         engine.blocks.end_step()
     engine.settle()
@@ -357,6 +358,7 @@ def test_no_answer_is_awaited_in_a_decode_step(engine: Driver) -> None:
     before = engine.session.sent_messages
     steps = 6 * B
     for token in range(steps):
+        wait_for("a page in hand", lambda: engine.session.credit_in_hand)
         assert engine.decode(request, token)
         engine.blocks.end_step()
     for name in ("wait", "wait_until"):
@@ -413,7 +415,7 @@ def test_a_killed_daemon_is_noticed_by_nobody(own_service: Service) -> None:
         running = engine.enqueue("running", prompt(6 * B))
         engine.admit(running)
         engine.fill(running, 0, 3 * B)
-        engine.blocks.end_step()
+        engine.await_credit(2)
         own_service.kill_daemon()
         engine.fill(running, 3 * B)
         engine.blocks.end_step()
