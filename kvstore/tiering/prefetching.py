@@ -257,20 +257,12 @@ class Prefetching:
         """Beyond the reserve: of blocks that nobody wants, then of reads that nobody has begun, then of the rest."""
         state, key = self._state, owner.key
 
-        def unwanted(victims: U32) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (state.columns.nvme[victims] != NONE) & (
-                state.queued.wanted[victims] == 0
-            )
-            return found
-
         def may_go(victims: U32) -> NDArray[np.bool_]:
             found: NDArray[np.bool_] = state.columns.nvme[victims] != NONE
             return found & state.queued.not_before(deadline_ms, victims)
 
         reserve = self._evictor.reserve_of(owner)
-        if self._promoting.queued_ahead:
-            self._evictor.make_room_among(key, count, unwanted, kept_free=reserve)
-            self._promoting.take_back(key, count + reserve - len(owner.free), deadline_ms)
+        self._promoting.make_way(key, count, deadline_ms, kept_free=reserve)
         self._evictor.make_room_among(key, count, may_go, kept_free=reserve)
         if len(owner.free) <= self._evictor.reserve_of(owner):
             self._stuck.add(key)

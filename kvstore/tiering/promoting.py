@@ -21,6 +21,7 @@ from kvstore.tiering.early import Wish
 from kvstore.tiering.health import PathHealth
 from kvstore.tiering.queued import NO_DEADLINE_MS
 from kvstore.victims.evicting import Evictor
+from kvstore.victims.quotas import ANYBODY
 
 __all__ = ["Promoting"]
 
@@ -145,13 +146,7 @@ class Promoting:
             found: NDArray[np.bool_] = state.columns.nvme[rows] != NONE
             return found & later(rows)
 
-        def unwanted(rows: U32) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (state.columns.nvme[rows] != NONE) & (state.queued.wanted[rows] == 0)
-            return found
-
-        if self.queued_ahead:  # a read that nobody has begun is worth less than a block that is there
-            owner = self._evictor.make_room_among(key, count, unwanted, asks=asks)
-            self.take_back(key, count - len(owner.free), due_ms)
+        self.make_way(key, count, due_ms, asks=asks)
         for may_go in (later_and_lower, later):  # the only copy of a block last
             owner = self._evictor.make_room_among(key, count, may_go, asks=asks)
             if len(owner.free) >= count:
@@ -161,7 +156,23 @@ class Promoting:
         state.counters["evictions_dram_inline"] += max(0, len(owner.free) - before)
         return owner
 
-    def take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
+    def make_way(
+        self, key: ClassKey, count: int, due_ms: int, *, kept_free: int = 0, asks: int = ANYBODY
+    ) -> None:
+        """As far as prefetches are queued: room, with `kept_free` more, of blocks on disk that nobody wants, then of
+        those reads, which are worth less than a block that is there."""
+        if not self.queued_ahead:
+            return
+        state = self._state
+
+        def unwanted(rows: U32) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = (state.columns.nvme[rows] != NONE) & (state.queued.wanted[rows] == 0)
+            return found
+
+        owner = self._evictor.make_room_among(key, count, unwanted, kept_free=kept_free, asks=asks)
+        self._take_back(key, count + kept_free - len(owner.free), due_ms)
+
+    def _take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
         """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first; they are
         begun again when there is room."""
         queued = [slots for path in self._paths for _, _, slots in path.prefetched]
