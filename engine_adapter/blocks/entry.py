@@ -13,10 +13,15 @@ from engine_adapter.loading.load import Load
 from kvstore.client import PendingGrant
 from kvstore.identity import HashChain
 
-__all__ = ["NO_PAGES", "NO_SLOTS", "Entry", "Phase"]
+__all__ = ["MAX_UNUSED_S", "NO_PAGES", "NO_SLOTS", "Entry", "Phase"]
 
 NO_SLOTS: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 NO_PAGES: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+
+MAX_UNUSED_S = 0.5
+"""An engine that has not asked for a request for so long wants others first, or none. So long pages may also wait for
+room in DRAM while a request lacks pages."""
 
 
 class Phase(IntEnum):
@@ -36,12 +41,14 @@ class Entry:
     chain: HashChain
     cap_blocks: int  # most blocks that may be hits: one token is always computed
     found: NDArray[np.uint8]  # tiers of the leading run when it was enqueued
+    due_at: float = 0.0  # when it was expected to run as it was enqueued
     patience_until: float = 0.0  # then it computes what others are computing; 0: has not asked yet
     phase: Phase = Phase.QUEUED
     asked_at: float = 0.0  # when the engine last wanted to admit it
     retry_at: float = 0.0
     changed: bool = False  # the store said so since it asked
     seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed
+    lacks_room: bool = False  # its last answer: others have the slots that it needs, in HBM or in DRAM
     private: bool = False  # it has asked for slots of its own for blocks that others are computing
     grant: PendingGrant | None = None
     load: Load | None = None  # that its admission waits for, or its first step
@@ -53,6 +60,13 @@ class Entry:
     wait_s: float = 0.0  # for what that has found on its way
     overtaken: list[range] = field(default_factory=list)  # blocks that were loaded behind computed ones
     lost: bool = False  # a slot of it is no longer ours, or is wrong: it has to be computed again
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what it waits for is here, and it has not been asked for since."""
+        if self.phase is Phase.ASKED:
+            return self.grant is not None and self.grant.done()
+        return self.phase is Phase.LOADING and (self.load is None or self.load.loaded or self.load.failed)
 
     def computes(self, asked_since: float) -> bool:
         """Whether it computes what is not cached of it, or is about to: it has the slots, and the engine wants it.

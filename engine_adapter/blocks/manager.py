@@ -25,9 +25,11 @@ from engine_adapter.base import EVERYTHING, Admission, Ending, Pages, Reach, Req
 from engine_adapter.blocks.absence import Absence
 from engine_adapter.blocks.admissions import admission
 from engine_adapter.blocks.adoption import Adoption
-from engine_adapter.blocks.entry import NO_PAGES, NO_SLOTS, Entry, Phase
+from engine_adapter.blocks.entry import MAX_UNUSED_S, NO_PAGES, NO_SLOTS, Entry, Phase
+from engine_adapter.blocks.patience import Patience
 from engine_adapter.blocks.seals import seals
 from engine_adapter.blocks.telling import Telling
+from engine_adapter.blocks.unasked import Unasked
 from engine_adapter.blocks.write_through import WriteThrough
 from engine_adapter.blocks.wrong_blocks import WrongBlocks
 from engine_adapter.copying.copier import Copier
@@ -41,14 +43,11 @@ from engine_adapter.loading.pace import Pace
 from engine_adapter.loading.plans import LoadPlans
 from kvstore.client import Changed, Lost, Namespace, Session, SlotRun
 from kvstore.errors import Unavailable
-from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome
 
 __all__ = ["KvstoreBlockManager"]
 
 _U32 = NDArray[np.uint32]
-_MAX_UNUSED_S = 0.5
-"""How long pages may wait for room in DRAM, or for the engine to ask again, while another request lacks pages."""
 _RETRY_S = 0.02
 """After an answer that was short of slots: ask again no sooner, unless the store says that something changed."""
 
@@ -79,7 +78,6 @@ class KvstoreBlockManager:
         """
         self._session = session
         self._copier = copier
-        self._patience_s = patience_s
         self._away_s = away_s
         self.layer_groups = layer_groups
         self._absence = Absence(clock)
@@ -87,6 +85,8 @@ class KvstoreBlockManager:
         self._namespace: Namespace = session.open_namespace(parts)
         self._requests: dict[RequestId, Entry] = {}
         self._by_lease: dict[int, Entry] = {}
+        self._patience = Patience(session, self._namespace, self._requests, patience_s, clock)
+        self._unasked = Unasked(self._requests, clock)
         self._leases = count(1)
         self._num_admitted = 0
         self._pace = Pace()
@@ -137,9 +137,13 @@ class KvstoreBlockManager:
         )
         self._requests[request] = self._by_lease[entry.lease] = entry
         if self._plans.prefetches(entry.found, len(token_ids), ahead):
-            now = self._clock()
-            in_ms = max(1, int((self._pace.expect(now, ahead) - now) * 1000))
-            self._session.prefetch(self._namespace, entry.lease, prompt, deadline_ms=in_ms)
+            entry.due_at = self._pace.expect(self._clock(), ahead)
+            self._announce(entry)
+
+    def _announce(self, entry: Entry) -> None:
+        in_ms = max(1, int((entry.due_at - self._clock()) * 1000))
+        prompt = entry.chain.hashes[: entry.cap_blocks]
+        self._session.prefetch(self._namespace, entry.lease, prompt, deadline_ms=in_ms)
 
     def prepare(self, request: RequestId) -> None:
         """See BlockManager."""
@@ -168,14 +172,10 @@ class KvstoreBlockManager:
         if now < entry.retry_at:
             return
         prompt = entry.chain.hashes[: entry.cap_blocks]
-        if not entry.patience_until:
-            entry.patience_until = now + self._patience_s
-        if now > entry.patience_until:
-            ready = self._ready(prompt)
-            if ready > entry.seen_blocks or self._computed_here(entry, ready):
-                # What it waits for is still being filled: as long as that goes on, so does the wait.
-                entry.seen_blocks, entry.patience_until = ready, now + self._patience_s
-        ask = self._plans.ask(entry.lease, prompt, num_tokens, functools.partial(self._computed_here, entry))
+        self._patience.renew(entry, prompt)
+        ask = self._plans.ask(
+            entry.lease, prompt, num_tokens, functools.partial(self._patience.computed_here, entry)
+        )
         if ask is None:
             entry.retry_at = now + _RETRY_S
             return
@@ -207,7 +207,9 @@ class KvstoreBlockManager:
         if extra is None:
             # Where something is on its way no slots are given yet, so that none of them can be lacking.
             short = not waits.any() or bool((grant.outcomes == Outcome.NO_SLOT).any())
-            self._wait_for_change(entry, retry_s=_RETRY_S if short else min(self._patience_s, entry.wait_s))
+            entry.lacks_room = short or bool((grant.outcomes == Outcome.LATER).any())
+            most_s = min(self._patience.seconds, entry.wait_s)
+            self._wait_for_change(entry, retry_s=_RETRY_S if short else most_s)
             if short:
                 self._find_slots()
             return
@@ -228,13 +230,21 @@ class KvstoreBlockManager:
     def _find_slots(self) -> None:
         """A request lacks slots: lets go of those that this engine has and does not use."""
         self._ahead.yield_pages()
-        self.write_through.shed(_MAX_UNUSED_S)
-        until = self._clock() - _MAX_UNUSED_S
-        for entry in self._requests.values():
-            if entry.asked_at < until and self._may_go_on(entry):
-                self._start_again(entry)
+        self.write_through.shed(MAX_UNUSED_S)
         if not self._num_admitted:
             self._session.pause_credit()  # nothing decodes: those in hand may be all that is lacking
+
+    def _make_way(self) -> None:
+        """What is in the way of a request that the engine asks for: see `Unasked`."""
+        for entry in self._unasked.in_the_way():
+            if entry.may_go_on:
+                self._start_again(entry)
+            elif entry.phase is Phase.QUEUED and entry.patience_until:
+                self._plans.end(entry.lease)
+                self._session.cancel(entry.lease)
+                if entry.due_at:
+                    self._announce(entry)
+                entry.patience_until = 0.0
 
     def _start_again(self, entry: Entry) -> None:
         """A request that does not run yet gives back what it got."""
@@ -244,11 +254,12 @@ class KvstoreBlockManager:
         self._session.stage(dropped_hbm=entry.slots)
         entry.grant = entry.load = entry.admission = None
         entry.slots, entry.pages = NO_SLOTS, NO_PAGES
-        entry.phase, entry.lost, entry.retry_at = Phase.QUEUED, False, 0.0
+        entry.phase, entry.lost, entry.lacks_room, entry.retry_at = Phase.QUEUED, False, False, 0.0
 
     def _start(self, entry: Entry, grant: Grant, extra: SlotRun) -> None:
         """Every block has its slot: hits are there or are copied from DRAM, the rest is to be computed."""
         self._session.resume_credit()
+        entry.lacks_room = False
         hit = grant.outcomes != Outcome.MISS
         in_dram = grant.outcomes == Outcome.HIT_DRAM
         entry.grant = None
@@ -424,10 +435,9 @@ class KvstoreBlockManager:
         self._keep_in_touch()
         self._session.step()
         self._absorb_events()
-        waiting = self._requests.values()
-        retries = [
-            entry.retry_at for entry in waiting if entry.phase is Phase.QUEUED or self._may_go_on(entry)
-        ]
+        since = self._clock() - MAX_UNUSED_S  # one that the engine does not ask for is no reason to wake it
+        waiting = [entry for entry in self._requests.values() if entry.asked_at >= since]
+        retries = [entry.retry_at for entry in waiting if entry.phase is Phase.QUEUED or entry.may_go_on]
         soonest = max(0.001, min(retries) - self._clock()) if retries else timeout_s
         self._session.wait(min(timeout_s, soonest))
 
@@ -436,37 +446,9 @@ class KvstoreBlockManager:
     def _keep_in_touch(self) -> None:
         self.adoption.poll()
         self._ahead.poll()
+        self._make_way()
         self._choice.settle()
         self._absence.note(self._session.available)
-
-    def _ready(self, prompt: NDArray[np.uint64]) -> int:
-        """Leading blocks that are in memory."""
-        tiers = self._session.match(self._namespace, prompt).tiers
-        on_disk = np.flatnonzero(tiers == Tier.NVME)
-        return int(on_disk[0]) if len(on_disk) else len(tiers)
-
-    def _computed_here(self, entry: Entry, block: int) -> bool:
-        """Whether another request of this engine computes this block, or is about to: then it need not be done twice.
-
-        So of 64 requests whose common prefix some other process was computing and does not, one computes it.
-        """
-        if block >= entry.cap_blocks:
-            return False
-        wanted, asked_since = entry.chain.hashes[block], self._clock() - _MAX_UNUSED_S
-        return any(
-            other is not entry
-            and other.computes(asked_since)
-            and not other.lost
-            and other.sealed_blocks <= block < len(other.chain)
-            and bool((other.chain.hashes[block] == wanted).all())
-            for other in self._requests.values()
-        )
-
-    def _may_go_on(self, entry: Entry) -> bool:
-        """Whether what a waiting request waits for is here."""
-        if entry.phase is Phase.ASKED:
-            return entry.grant is not None and entry.grant.done()
-        return entry.phase is Phase.LOADING and (entry.load is None or entry.load.loaded or entry.load.failed)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
@@ -495,6 +477,6 @@ class KvstoreBlockManager:
             elif isinstance(event, Lost):
                 for entry in self._requests.values():
                     self._plans.end(entry.lease)
-                    if entry.phase is Phase.ASKED and self._may_go_on(entry):
+                    if entry.phase is Phase.ASKED and entry.may_go_on:
                         self._start_again(entry)
                     entry.lost |= bool(np.isin(entry.slots, event.hbm_slots).any())

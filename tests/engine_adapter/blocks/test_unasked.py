@@ -1,0 +1,112 @@
+"""Requests that the engine asks for no more give way to those that it does ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine_adapter.base import RequestId
+from engine_adapter.blocks.entry import Entry, Phase
+from engine_adapter.blocks.unasked import Unasked
+from kvstore.identity import HashChain
+from kvstore.units import MIB
+from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
+from tests.support.driver import Driver, attached
+from tests.support.worker import BLOCK_TOKENS
+
+B = BLOCK_TOKENS
+BLOCKS = 70
+"""Of a document: HBM and DRAM have 128 slots each, so neither has room for two."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder: Path = tmp_path_factory.mktemp("kv")
+    config = small_config(folder, nvme_bytes=64 * MIB, dram_bytes=2 * MIB, dram_extent_bytes=1 * MIB)
+    with started(config) as service:
+        yield service
+        assert service.faults() == []
+
+
+@pytest.fixture
+def engine(service: Service, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """It waits for ever for what others load: whatever it is given came by another way."""
+    with attached(service.socket, request.node.name[:60], pages=128, patience_s=10 * DEADLINE_S) as driver:
+        yield driver
+
+
+def documents(engine: Driver, first: int) -> tuple[list[int], list[int]]:
+    """Two, both on the disk, neither in memory as a whole."""
+    prompts = [[first + number, *range(1, BLOCKS * B + 1)] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        engine.run(f"fill {number}", prompt)
+        assert engine.client.flush(DEADLINE_S).pending_blocks == 0
+    return prompts[0], prompts[1]
+
+
+def ask_for_a_while(engine: Driver, request: RequestId) -> None:
+    """The engine asks for it until it waits for the disk, and no more; all that it waits for comes meanwhile."""
+    entry = engine.blocks._requests[request]
+
+    def waits() -> bool:
+        assert engine.try_admit(request) is None
+        engine.blocks.end_step()
+        return entry.phase is Phase.QUEUED and entry.grant is None
+
+    def told() -> bool:
+        engine.blocks.end_step()
+        return entry.changed
+
+    wait_for("an answer", waits)
+    wait_for("its blocks", told)
+
+
+def test_one_that_asked_before_and_is_asked_for_no_more_keeps_no_turn(engine: Driver) -> None:
+    """A preempted request is the only one that the engine asks for once it was passed over often. It waited until its
+    patience ended for room in DRAM that was given to one which had asked before it, and which was to run after it."""
+    first, behind = documents(engine, 1000)
+    waiting = engine.enqueue("behind", behind)
+    ask_for_a_while(engine, waiting)
+    head = engine.enqueue("first", first)
+    assert engine.admit(head, 5.0).cached_tokens == BLOCKS * B
+    engine.release(head)
+    assert engine.admit(waiting, 5.0).cached_tokens == BLOCKS * B
+    engine.release(waiting)
+    engine.await_nothing_used()
+
+
+def entry(lease: int, phase: Phase, asked_at: float, *, lacks_room: bool) -> Entry:
+    return Entry(
+        lease=lease,
+        chain=HashChain(bytes(32), B),
+        cap_blocks=0,
+        found=np.empty(0, dtype=np.uint8),
+        phase=phase,
+        asked_at=asked_at,
+        lacks_room=lacks_room,
+    )
+
+
+@pytest.mark.parametrize(
+    "asked_at, lacks_room, expected",
+    [(100.0, True, [3, 4]), (100.0, False, []), (98.0, True, [])],
+    ids=["it lacks room", "it lacks none", "it is not asked for either"],
+)
+def test_who_is_in_the_way_of_one_that_is_asked_for(
+    asked_at: float, lacks_room: bool, expected: list[int]
+) -> None:
+    entries = [
+        entry(1, Phase.QUEUED, asked_at, lacks_room=lacks_room),
+        entry(2, Phase.ASKED, 99.9, lacks_room=False),  # asked for as well
+        entry(3, Phase.ASKED, 99.0, lacks_room=False),
+        entry(4, Phase.QUEUED, 99.0, lacks_room=True),
+        entry(5, Phase.ADMITTED, 99.0, lacks_room=False),  # runs
+        entry(6, Phase.QUEUED, 0.0, lacks_room=False),  # has never asked, so it has nothing
+    ]
+    requests = {RequestId(str(each.lease)): each for each in entries}
+    unasked = Unasked(requests, lambda: 100.0)
+    assert [each.lease for each in unasked.in_the_way() if each.lease != 1] == expected
+    assert unasked.in_the_way() == []  # looked at not long ago
