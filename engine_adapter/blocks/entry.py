@@ -45,6 +45,7 @@ class Entry:
     patience_until: float = 0.0  # then it computes what others are computing; 0: has not asked yet
     phase: Phase = Phase.QUEUED
     asked_at: float = 0.0  # when the engine last wanted to admit it
+    turn_at: float = 0.0  # when it first asked the store, which serves in that order; 0: it has no turn
     retry_at: float = 0.0
     changed: bool = False  # the store said so since it asked
     seen_blocks: int = 0  # of its chain, in memory when its patience was last renewed

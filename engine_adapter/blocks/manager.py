@@ -173,6 +173,7 @@ class KvstoreBlockManager:
             return
         prompt = entry.chain.hashes[: entry.cap_blocks]
         self._patience.renew(entry, prompt)
+        entry.turn_at = entry.turn_at or now
         ask = self._plans.ask(
             entry.lease, prompt, num_tokens, functools.partial(self._patience.computed_here, entry)
         )
@@ -239,12 +240,12 @@ class KvstoreBlockManager:
         for entry in self._unasked.in_the_way():
             if entry.may_go_on:
                 self._start_again(entry)
-            elif entry.phase is Phase.QUEUED and entry.patience_until:
+            elif entry.phase is Phase.QUEUED:
                 self._plans.end(entry.lease)
                 self._session.cancel(entry.lease)
                 if entry.due_at:
                     self._announce(entry)
-                entry.patience_until = 0.0
+                entry.turn_at = entry.patience_until = entry.retry_at = 0.0
 
     def _start_again(self, entry: Entry) -> None:
         """A request that does not run yet gives back what it got."""

@@ -28,7 +28,8 @@ class Unasked:
         self._look_at = 0.0
 
     def in_the_way(self) -> list[Entry]:
-        """Those that were not asked for lately, do not run, and may have what one that was asked for lacks.
+        """Those that were not asked for lately, do not run, and have what one that is asked for lacks: an answer that
+        nobody takes, or a turn before it. The last turn first: ending one must not give room to another that ends.
 
         None most of the time. O(requests), ten times a second.
         """
@@ -36,10 +37,17 @@ class Unasked:
         if now < self._look_at:
             return []
         self._look_at = now + _LOOK_S
-        since, waiting = (
-            now - MAX_UNUSED_S,
-            [e for e in self._requests.values() if e.phase is not Phase.ADMITTED],
-        )
-        if not any(entry.lacks_room and entry.asked_at >= since for entry in waiting):
+        since, requests = now - MAX_UNUSED_S, self._requests.values()
+        lacking = [entry.turn_at for entry in requests if entry.lacks_room and entry.asked_at >= since]
+        if not lacking:
             return []
-        return [entry for entry in waiting if 0.0 < entry.asked_at < since]
+        last = max(lacking)
+        found = [
+            entry
+            for entry in requests
+            if entry.phase is not Phase.ADMITTED
+            and entry.asked_at < since
+            and entry.turn_at > 0.0
+            and (entry.turn_at < last or entry.may_go_on)
+        ]
+        return sorted(found, key=lambda entry: -entry.turn_at)

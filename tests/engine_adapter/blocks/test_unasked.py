@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,47 +39,43 @@ def engine(service: Service, request: pytest.FixtureRequest) -> Iterator[Driver]
         yield driver
 
 
-def documents(engine: Driver, first: int) -> tuple[list[int], list[int]]:
-    """Two, both on the disk, neither in memory as a whole."""
-    prompts = [[first + number, *range(1, BLOCKS * B + 1)] for number in range(4)]
+def documents(engine: Driver, first: int) -> list[list[int]]:
+    """Three, all of them on the disk alone."""
+    prompts = [[first + number, *range(1, BLOCKS * B + 1)] for number in range(5)]
     for number, prompt in enumerate(prompts):
         engine.run(f"fill {number}", prompt)
         assert engine.client.flush(DEADLINE_S).pending_blocks == 0
-    return prompts[0], prompts[1]
+    return prompts[:3]
 
 
-def ask_for_a_while(engine: Driver, request: RequestId) -> None:
-    """The engine asks for it until it waits for the disk, and no more; all that it waits for comes meanwhile."""
+def ask_until(engine: Driver, request: RequestId, ready: Callable[[Entry], bool]) -> None:
+    """The engine asks for it until it is as it should be, and then no more."""
     entry = engine.blocks._requests[request]
 
-    def waits() -> bool:
+    def asked() -> bool:
         assert engine.try_admit(request) is None
         engine.blocks.end_step()
-        return entry.phase is Phase.QUEUED and entry.grant is None
+        return entry.phase is Phase.QUEUED and entry.grant is None and ready(entry)
 
-    def told() -> bool:
-        engine.blocks.end_step()
-        return entry.changed
-
-    wait_for("an answer", waits)
-    wait_for("its blocks", told)
+    wait_for("an answer", asked)
 
 
 def test_one_that_asked_before_and_is_asked_for_no_more_keeps_no_turn(engine: Driver) -> None:
     """A preempted request is the only one that the engine asks for once it was passed over often. It waited until its
     patience ended for room in DRAM that was given to one which had asked before it, and which was to run after it."""
-    first, behind = documents(engine, 1000)
-    waiting = engine.enqueue("behind", behind)
-    ask_for_a_while(engine, waiting)
+    first, behind, last = documents(engine, 1000)
+    told, not_told = engine.enqueue("behind", behind), engine.enqueue("last", last)
+    ask_until(engine, told, lambda entry: entry.turn_at > 0.0)
+    wait_for("its blocks", lambda: engine.blocks.end_step() or engine.blocks._requests[told].changed)
+    ask_until(engine, not_told, lambda entry: entry.lacks_room and entry.retry_at > time.monotonic() + 1.0)
     head = engine.enqueue("first", first)
-    assert engine.admit(head, 5.0).cached_tokens == BLOCKS * B
-    engine.release(head)
-    assert engine.admit(waiting, 5.0).cached_tokens == BLOCKS * B
-    engine.release(waiting)
+    for request in (head, told, not_told):
+        assert engine.admit(request, 3.0).cached_tokens == BLOCKS * B
+        engine.release(request)
     engine.await_nothing_used()
 
 
-def entry(lease: int, phase: Phase, asked_at: float, *, lacks_room: bool) -> Entry:
+def entry(lease: int, phase: Phase, asked_at: float, turn_at: float, *, lacks_room: bool) -> Entry:
     return Entry(
         lease=lease,
         chain=HashChain(bytes(32), B),
@@ -86,6 +83,7 @@ def entry(lease: int, phase: Phase, asked_at: float, *, lacks_room: bool) -> Ent
         found=np.empty(0, dtype=np.uint8),
         phase=phase,
         asked_at=asked_at,
+        turn_at=turn_at,
         lacks_room=lacks_room,
     )
 
@@ -99,12 +97,13 @@ def test_who_is_in_the_way_of_one_that_is_asked_for(
     asked_at: float, lacks_room: bool, expected: list[int]
 ) -> None:
     entries = [
-        entry(1, Phase.QUEUED, asked_at, lacks_room=lacks_room),
-        entry(2, Phase.ASKED, 99.9, lacks_room=False),  # asked for as well
-        entry(3, Phase.ASKED, 99.0, lacks_room=False),
-        entry(4, Phase.QUEUED, 99.0, lacks_room=True),
-        entry(5, Phase.ADMITTED, 99.0, lacks_room=False),  # runs
-        entry(6, Phase.QUEUED, 0.0, lacks_room=False),  # has never asked, so it has nothing
+        entry(1, Phase.QUEUED, asked_at, 90.0, lacks_room=lacks_room),
+        entry(2, Phase.QUEUED, 99.9, 80.0, lacks_room=False),  # asked for as well
+        entry(3, Phase.LOADING, 99.0, 95.0, lacks_room=False),  # it has slots
+        entry(4, Phase.QUEUED, 99.0, 80.0, lacks_room=True),
+        entry(5, Phase.QUEUED, 99.0, 95.0, lacks_room=False),  # its turn is later
+        entry(6, Phase.ADMITTED, 99.0, 80.0, lacks_room=False),  # runs
+        entry(7, Phase.QUEUED, 0.0, 0.0, lacks_room=False),  # has never asked
     ]
     requests = {RequestId(str(each.lease)): each for each in entries}
     unasked = Unasked(requests, lambda: 100.0)
