@@ -64,6 +64,11 @@ class CudaCopier:
             for direction in Direction
         )
 
+    @property
+    def sums(self) -> bool:
+        """See Copier."""
+        return False
+
     def register(self, address: int, nbytes: int) -> None:
         """Host memory was mapped that copies will touch: it is pinned ahead of them, or by the first of them."""
         self._host.register(address, nbytes)

@@ -18,6 +18,8 @@ try:
 except ImportError:  # built without a C compiler
     _copy = None  # type: ignore[assignment]
 
+_IS_COMPILED = _copy is not None
+
 __all__ = ["checksums_at", "copy_summed", "copy_summed_in_python"]
 
 U64 = NDArray[np.uint64]
@@ -25,7 +27,7 @@ U64 = NDArray[np.uint64]
 
 def copy_summed(targets: U64, sources: U64, nbytes: int) -> U64:
     """Copies blocks of `nbytes` from and to these addresses [n], none of which overlap: their checksums, [n, 2]."""
-    if _copy is None:
+    if not _IS_COMPILED:
         return copy_summed_in_python(targets, sources, nbytes)
     sums: U64 = np.empty((len(targets), 2), dtype=np.uint64)
     _copy(np.ascontiguousarray(targets), np.ascontiguousarray(sources), nbytes, sums)

@@ -82,8 +82,11 @@ class LoadAhead:
                 found.load.submit(self._copier)
                 if found.load.failed:
                     found.over = True
+                wrong = found.load.wrong
                 if found.load.loaded or found.load.failed:
                     found.load = None
+                if wrong:
+                    self._let_go(found)
 
     def end(self, request: RequestId) -> None:
         """The request has its pages, or needs none any more."""
