@@ -39,6 +39,9 @@ class CopyLimits:
     flight_portions: int = 16
 
 
+_NONE = range(0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portion:
     """What is issued at once, and by which lanes."""
@@ -52,6 +55,8 @@ class Portion:
     group: int = 0
     ends_group: bool = False
     """Whether that group of the batch has come with it, and with all before it."""
+    whole: range = _NONE
+    """Blocks of the batch of which the last comes with it: all groups of them."""
 
     def dealt(self) -> Iterator[tuple[OpenLane, Pieces]]:
         """The part of each lane that gets one."""
@@ -90,7 +95,8 @@ class Planner:
         for number in range(batch.groups):
             group = batch.group(number)
             ends_at = left - len(group.sources) * group.nbytes
-            for lanes, pieces in self._cut(group, first_bytes):
+            last_group = number == batch.groups - 1
+            for lanes, pieces, part in self._cut(group, first_bytes):
                 nbytes = pieces.nbytes
                 left -= nbytes
                 yield Portion(
@@ -101,11 +107,12 @@ class Planner:
                     last=not left,
                     group=number,
                     ends_group=left == ends_at,
+                    whole=part if last_group else _NONE,
                 )
             first_bytes = self._limits.planned_portions * self._limits.portion_bytes
 
-    def _cut(self, batch: CopyBatch, first_bytes: int) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
-        """The blocks of a batch, pinned as they are asked for."""
+    def _cut(self, batch: CopyBatch, first_bytes: int) -> Iterator[tuple[Sequence[OpenLane], Pieces, range]]:
+        """The blocks of a batch, pinned as they are asked for; with the last pieces of some blocks, which these are."""
         limits, host = self._limits, host_side(batch)
         for part in ranges(
             len(batch.sources),
@@ -115,7 +122,9 @@ class Planner:
             max_blocks=limits.planned_portions * limits.portion_copies,
         ):
             self._host.pin(host[part.start : part.stop])  # waits: on the thread that issues
-            yield from self._planned(batch, part)
+            planned = list(self._planned(batch, part))
+            for at, (lanes, pieces) in enumerate(planned):
+                yield lanes, pieces, part if at == len(planned) - 1 else _NONE
 
     def _planned(self, batch: CopyBatch, part: range) -> Iterator[tuple[Sequence[OpenLane], Pieces]]:
         """A range of a batch's blocks by lanes."""

@@ -20,6 +20,8 @@ from engine_adapter.copying.kernel import KernelKind, KernelShape
 from engine_adapter.copying.plan import Pieces
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import DEFAULT_ROUTES, Lane, Route
+from engine_adapter.copying.sum_kernel import MAX_SUMS, SumShape
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import KvstoreError
 
 U8 = NDArray[np.uint8]
@@ -141,7 +143,12 @@ def fake_rig(
     driver = FakeDriver()
     route = Route(small=(small or Lane(kernel=KERNEL),), beside=beside)
     copier = CudaCopier(
-        0, limits=limits, routes=dict.fromkeys(Direction, route), driver=driver, kernel=FakeKernel
+        0,
+        limits=limits,
+        routes=dict.fromkeys(Direction, route),
+        driver=driver,
+        kernel=FakeKernel,
+        sums=FakeSums,
     )
     try:
         yield HostRig(copier)
@@ -189,6 +196,7 @@ class FakeDriver:
         self.pinned: dict[int, int] = {}
         self.batches: list[int] = []  # copies of each batch
         self.launches: list[int] = []  # pieces of each launch
+        self.sums: list[int] = []  # blocks of each launch that takes checksums
         self.most_bytes_under_way = 0
         self._bytes_under_way = 0
         self._lock = threading.Lock()
@@ -314,6 +322,25 @@ class FakeKernel:
         self._driver.launch(pieces, stream)
 
 
+class FakeSums:
+    """`SumKernel` of the fake driver."""
+
+    def __init__(self, driver: FakeDriver, shape: SumShape) -> None:
+        self._driver = driver
+
+    def launch(self, addresses: U64, nbytes: int, sums_at: int, stream: int) -> None:
+        assert 0 < len(addresses) <= MAX_SUMS
+        assert sums_at >= SEEN_AT, "kernels see pinned memory elsewhere"
+        addresses = addresses.copy()
+
+        def summed() -> None:
+            sums = checksums_at(addresses, nbytes)
+            ctypes.memmove(sums_at - SEEN_AT, sums.ctypes.data, sums.nbytes)
+
+        self._driver.sums.append(len(addresses))
+        self._driver._streams[stream].work.put(summed)
+
+
 def batch_of(
     direction: Direction,
     sources: Blocks,
@@ -321,6 +348,7 @@ def batch_of(
     done: Callable[[], None],
     *,
     after: int | None = None,
+    sums: U64 | None = None,
 ) -> CopyBatch:
     """All blocks of `sources` into `targets`."""
     return CopyBatch(
@@ -330,4 +358,5 @@ def batch_of(
         nbytes=sources.nbytes,
         done=done,
         after=after,
+        sums=sums,
     )

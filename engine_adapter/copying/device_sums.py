@@ -1,0 +1,140 @@
+"""Checksums of blocks on their way between HBM and DRAM: taken in HBM, behind what a copier has issued.
+
+Of a store the blocks are summed where they come from, beside the copies; of a load where they have arrived, so what is
+compared is what the engine will read. One stream of its own: its kernels read HBM alone, and write 16 bytes a block to
+pinned memory. One way's; the issuing thread puts work in, the finishing thread takes results out.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.copying.copier import CopyBatch, Direction
+from engine_adapter.copying.cuda_driver import CudaDriver
+from engine_adapter.copying.sum_kernel import KIB, MAX_SUMS, SumKernel, SumShape
+from kvstore.errors import KvstoreError
+
+__all__ = ["DeviceSums", "MakesSums", "Summing", "Sums", "TakesSums"]
+
+U64 = NDArray[np.uint64]
+
+_LOG = logging.getLogger("kvstore.copier")
+_SUM_BYTES = 16
+
+
+class TakesSums(Protocol):
+    """A compiled kernel (`SumKernel`)."""
+
+    def launch(self, addresses: U64, nbytes: int, sums_at: int, stream: int) -> None:
+        """See SumKernel."""
+        ...
+
+
+MakesSums = Callable[[CudaDriver, SumShape], TakesSums]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summing:
+    """Checksums under way, behind an event of the portion that they came with."""
+
+    blocks: range
+    """Of the batch."""
+    place: int
+
+
+class DeviceSums:
+    """Of one direction: see the module."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        direction: Direction,
+        *,
+        places: int,
+        most_blocks: int,
+        kernel: MakesSums = SumKernel,
+        shape: SumShape | None = None,
+    ) -> None:
+        """Compiles. Room for `places` portions under way of `most_blocks` each. Raises: MissingExtra, KvstoreError."""
+        self._driver = driver
+        self._direction = direction
+        self._most_blocks = most_blocks
+        self._kernel = kernel(driver, shape or SumShape())
+        nbytes = -(-places * most_blocks * _SUM_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, nbytes)
+        self._sums = np.frombuffer(self._memory, dtype=np.uint64)
+        self._seen = driver.register(self._sums.ctypes.data, nbytes)
+        self._stream = driver.create_stream(urgent=0.0)
+        self._lock = threading.Lock()
+        self._free = list(range(places))
+
+    def follow(self, event: int) -> None:
+        """What is summed from now on comes after the event: of a load's copies, or of what a batch waits for."""
+        self._driver.wait(self._stream, event)
+
+    def start(self, batch: CopyBatch, blocks: range) -> tuple[Summing, int]:
+        """Has these blocks of a batch summed: what `collect` wants, and the stream that an event is to be behind."""
+        with self._lock:
+            place = self._free.pop()
+        addresses = batch.targets if self._direction is Direction.LOAD else batch.sources
+        at = self._seen + place * self._most_blocks * _SUM_BYTES
+        for begin in range(blocks.start, blocks.stop, MAX_SUMS):
+            end = min(begin + MAX_SUMS, blocks.stop)
+            self._kernel.launch(
+                addresses[begin:end], batch.nbytes, at + (begin - blocks.start) * _SUM_BYTES, self._stream
+            )
+        return Summing(blocks=blocks, place=place), self._stream
+
+    def collect(self, batch: CopyBatch, summing: Summing) -> None:
+        """The event has come: the batch gets its checksums."""
+        assert batch.sums is not None
+        begin, count = summing.place * self._most_blocks, len(summing.blocks)
+        words = self._sums[2 * begin : 2 * (begin + count)]
+        batch.sums[summing.blocks.start : summing.blocks.stop] = words.reshape(-1, 2)
+        with self._lock:
+            self._free.append(summing.place)
+
+    def close(self) -> None:
+        """Gives stream and memory back; nothing is under way."""
+        self._driver.destroy(streams=[self._stream], events=[])
+        self._driver.unregister(self._sums.ctypes.data)
+
+
+class Sums:
+    """Whether and how the batches of one direction are summed. A device that cannot does not, and the log says so."""
+
+    def __init__(self, made: DeviceSums | None) -> None:
+        self._made = made
+
+    @classmethod
+    def opened(
+        cls, driver: CudaDriver, direction: Direction, *, places: int, most_blocks: int, kernel: MakesSums
+    ) -> Sums:
+        """Those of a direction."""
+        try:
+            return cls(DeviceSums(driver, direction, places=places, most_blocks=most_blocks, kernel=kernel))
+        except KvstoreError as error:
+            _LOG.warning("checksums are taken by the movers: %s", error)
+            return cls(None)
+
+    def __bool__(self) -> bool:
+        return self._made is not None
+
+    def of(self, batch: CopyBatch) -> DeviceSums | None:
+        """Who sums this batch; None where nobody is to."""
+        wanted = batch.sums is not None and len(batch.sources) and batch.nbytes % KIB == 0
+        return self._made if wanted else None
+
+    def close(self) -> None:
+        """As of DeviceSums. Again: nothing."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
