@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome, SealOutcome
@@ -22,6 +23,7 @@ from tests.simulation.shape import SLOT_BYTES, Wrong
 
 NAMESPACES, CHAINS, BLOCKS = 2, 5, 12
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
+_NO_SUMS = np.empty((0, 2), dtype=np.uint64)
 _NO_SEALS, _NO_COPIES = np.empty(0, dtype=SEAL), np.empty(0, dtype=COPY)
 _GARBAGE = b"\xa5" * SLOT_BYTES
 _TIERS = (Tier.HBM, Tier.DRAM)
@@ -46,6 +48,8 @@ class Client:
     which: int
     """Namespace in the world's counting."""
     device: int | None
+    compares: bool = False
+    """It says the checksums of what it stores, and holds what it loads against them."""
     held: dict[Slot, Held] = field(default_factory=dict)
     seen: int = 0
 
@@ -96,6 +100,9 @@ class Clients:
         store = self.machine.life.store
         which = self.rng.randrange(NAMESPACES)
         device = 0 if self.machine.shape.hbm_slots and self.rng.random() < 0.4 else None
+        compares = bool(self.machine.shape.comparing) and self.rng.random() < self.machine.shape.comparing
+        if compares:
+            device = 0
         session = store.attach(
             now_ms=self._now_ms(),
             name="sim",
@@ -105,8 +112,11 @@ class Clients:
             members=1,
         )
         store.activate(session)
+        store.sharing.verifies(session, compares)
         namespace = store.open_namespace(session, bytes([which + 1]) * 32)
-        self.all[session] = Client(id=session, namespace=namespace, which=which, device=device)
+        self.all[session] = Client(
+            id=session, namespace=namespace, which=which, device=device, compares=compares
+        )
         self.machine.note(f"session {session} attaches for namespace {which}, device {device}")
 
     def fill(self, client: Client) -> None:
@@ -233,6 +243,7 @@ class Clients:
                 dram_slots=stated[Tier.DRAM][0],
                 dram_gens=stated[Tier.DRAM][1],
             )
+            store.sharing.verifies(client.id, client.compares)
             client.namespace = store.open_namespace(client.id, bytes([client.which + 1]) * 32)
             client.seen = self._grant
         for session in alive - set(self.all):
@@ -261,7 +272,7 @@ class Clients:
             for (tier, slot), held in client.held.items():
                 if not int(self.machine.life.store._state.pool(tier).holders[slot]) >> client.id & 1:
                     raise Wrong(f"session {client.id} lost {tier.name} slot {slot}")
-                if held.key is not None:
+                if held.key is not None and not (client.compares and self._may_differ((tier, slot))):
                     self._compare((tier, slot), held.key)
 
     # ------------------------------------------------------------ inside
@@ -325,18 +336,52 @@ class Clients:
             )
             client.held[target].key = key
         if pairs[0][1][0] is Tier.HBM:
-            self._step(client, loads=copies)
+            self._say_loaded(client, pairs, copies)
         else:
             for source, _ in pairs:
                 key = client.held[source].key
                 assert key is not None
                 self.sealed(key)
-            self._step(client, stores=copies)
+            sums = [self._checksum(target) for _, target in pairs] if client.compares else []
+            self._step(client, stores=copies, sums=np.array(sums, dtype=np.uint64).reshape(-1, 2))
         self.machine.note(f"session {client.id} copies {len(pairs)} to {pairs[0][1][0].name}")
+
+    def _say_loaded(self, client: Client, pairs: Sequence[tuple[Slot, Slot]], copies: np.ndarray) -> None:
+        """Reports loads; who compares uses nothing that differs, and gives it back."""
+        differs = np.zeros(len(pairs), dtype=np.bool_)
+        if client.compares:
+            table = self.machine.life.store._state.checksums
+            sources = copies["source"].astype(np.uint32)
+            found = np.array([self._checksum(target) for _, target in pairs], dtype=np.uint64)
+            differs = table.known(sources) & (found != table.of(sources)).any(axis=1)
+        wrong = [slot for pair, bad in zip(pairs, differs.tolist(), strict=True) if bad for slot in pair]
+        self._step(client, loads=copies[~differs], wrong=copies[differs], released=wrong)
+        for slot in wrong:
+            client.held.pop(slot, None)
+        self.machine.counts["differed"] += int(differs.sum())
+        for (source, target), bad in zip(pairs, differs.tolist(), strict=True):
+            if not bad:  # it is used now
+                key = client.held[source].key
+                assert key is not None
+                if self._read(target) != payload(key):
+                    raise Wrong(f"block {key} was loaded from {source} with other bytes")
+
+    def _checksum(self, slot: Slot) -> tuple[int, int]:
+        """xxh3-128, low half first."""
+        both = xxhash.xxh3_128_intdigest(self._read(slot))
+        return both & 0xFFFFFFFFFFFFFFFF, both >> 64
+
+    def _may_differ(self, slot: Slot) -> bool:
+        """Whether nobody has looked at a slot, or somebody has, and found other bytes: nothing of it is used."""
+        if slot[0] is not Tier.DRAM:
+            return False
+        state, at = self.machine.life.store._state, np.array([slot[1]], dtype=np.uint32)
+        return bool(state.checksums.unread(at)[0] or state.dram.distrusted(at)[0])
 
     def _serve(self, client: Client, slot: Slot, generation: int, key: Key) -> None:
         """A block is given to an engine."""
-        self._compare(slot, key)
+        if not (client.compares and self._may_differ(slot)):
+            self._compare(slot, key)
         client.held[slot] = Held(generation, key)
         self.machine.counts["served"] += 1
 
@@ -367,6 +412,8 @@ class Clients:
         seals: np.ndarray = _NO_SEALS,
         loads: np.ndarray = _NO_COPIES,
         stores: np.ndarray = _NO_COPIES,
+        sums: np.ndarray = _NO_SUMS,
+        wrong: np.ndarray = _NO_COPIES,
         released: Sequence[Slot] = (),
         want_slots: int = 0,
         want_room: int = 0,
@@ -380,6 +427,8 @@ class Clients:
             seals=seals,
             loads=loads,
             stores=stores,
+            store_checksums=sums,
+            wrong_loads=wrong,
             released_hbm=gone[Tier.HBM],
             released_dram=gone[Tier.DRAM],
             seen=client.seen,

@@ -73,6 +73,7 @@ _PLANS: dict[str, Plan] = {
         points_between=150,
     ),
     "watched": Plan(shape=Shape(), checks=1.0),
+    "comparing": Plan(shape=Shape(flips=0.01, comparing=0.97), clears=0.0, clients=0.3, checks=0.1),
 }
 
 

@@ -60,6 +60,8 @@ class Shape:
     index_share_bytes: int = _INDEX_SHARE_BYTES
     flips: float = 0.0
     """Odds, at each step, that a bit on the medium flips."""
+    comparing: float = 0.0
+    """Odds that an engine has HBM and compares what it loads: while all do, movers look at nothing that they read."""
 
     @property
     def folders(self) -> list[str]:

@@ -16,6 +16,7 @@ from kvstore.daemon.slab_answers import SlabAnswers
 from kvstore.layout import MOVER_BIT
 from kvstore.mover.process import Mover
 from kvstore.moves import MoveStatus
+from kvstore.tables.checksums import Checksums
 from kvstore.tables.slots import SlotPool
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
@@ -33,7 +34,7 @@ from tiers.nvme.directory import NvmeDirectory
 from tiers.nvme.slab import Slab, SlabFile
 from tiers.nvme.trailer import Trailer
 
-_EACH_PLAN = range(1, 13)
+_EACH_PLAN = range(1, 14)
 _STEPS = 1000
 
 
@@ -132,6 +133,11 @@ def no_checksum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(carry, "checksum", lambda payload: bytes(16))
 
 
+def unread_counts_as_read(patch: pytest.MonkeyPatch) -> None:
+    """What a mover has not looked at is given out as if it had."""
+    patch.setattr(Checksums, "note_unread", Checksums.note)
+
+
 def no_identity(patch: pytest.MonkeyPatch) -> None:
     """Whatever block a slot holds now is taken for the one that was asked for."""
     real = carry._trailer
@@ -187,6 +193,10 @@ _BROKEN: tuple[tuple[Break, Plan], ...] = (
     ),
     (replies_before_data, Plan(shape=Shape())),
     (no_checksum, Plan(shape=Shape())),
+    (
+        unread_counts_as_read,
+        Plan(shape=Shape(flips=0.05, comparing=0.97), clears=0.0, clients=0.3, checks=0.1),
+    ),
     (no_identity, Plan(shape=Shape())),
     (clears_are_not_noted, Plan(shape=Shape(), clears=0.01)),
     (
