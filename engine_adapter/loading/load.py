@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 
 import numpy as np
@@ -19,6 +20,8 @@ from kvstore.client import Session, SlotRun, copied, differing
 from kvstore.errors import Unavailable
 
 __all__ = ["Load"]
+
+_LOG = logging.getLogger("kvstore.loading")
 
 
 class Load:
@@ -128,6 +131,12 @@ class Load:
         self.ended_at = time.monotonic()
         differs = self._differs()
         self.wrong = bool(differs.any())
+        if self.wrong:
+            _LOG.warning(
+                "%d of %d blocks that were loaded are not what was stored: they are computed again",
+                int(differs.sum()),
+                len(self),
+            )
         self._session.step(
             loads=copied(self._sources, self._targets, differs=differs),
             dropped_hbm=self._targets.slots,

@@ -137,7 +137,7 @@ class Acquiring:
             if session.device is not None and not request.private_fill:
                 in_dram &= ~state.hbm.filling(hbm)  # somebody is loading it: wait for that one copy
             in_dram &= self._of_size(Tier.DRAM, dram, in_dram, session)
-            if not session.verifies:
+            if not session.verifies and state.checksums.some_unread:
                 in_dram &= ~self._unread(dram, in_dram)
             good = in_hbm | in_dram
             run = state.may_hold(session, run if good.all() else int(good.argmin()))

@@ -26,12 +26,20 @@ _ONE = np.uint64(1)
 class Checksums:
     """Of all DRAM slots. Operations take arrays of slots, none of them NONE; no duplicates where something is noted."""
 
-    __slots__ = ("_of", "_state", "_sums")
+    __slots__ = ("_of", "_some_unread", "_state", "_sums")
 
     def __init__(self, columns: Columns) -> None:
         self._state = columns.pool(Tier.DRAM).state
         self._sums = columns.dram_checksum
         self._of = columns.dram_checksum_of
+        self._some_unread: bool | None = None  # not looked at so far
+
+    @property
+    def some_unread(self) -> bool:
+        """Whether any slot was ever unread: mostly it is not where anybody would ask which are. O(slots) once."""
+        if self._some_unread is None:
+            self._some_unread = bool((self._of & _UNREAD).any())
+        return self._some_unread
 
     def known(self, slots: U32) -> NDArray[np.bool_]:
         """[n] of which there is one."""
@@ -55,6 +63,7 @@ class Checksums:
 
     def note_unread(self, slots: U32, sums: U64) -> None:
         """As `note`, by the word of a trailer."""
+        self._some_unread = self._some_unread or len(slots) > 0
         self._sums[slots] = sums
         self._of[slots] = self._now(slots) | _UNREAD
 

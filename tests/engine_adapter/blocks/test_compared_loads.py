@@ -94,15 +94,21 @@ def test_blocks_come_back_from_disk_by_the_checksums_that_their_engine_took(rig:
     assert (rig.count("checksum_failures"), rig.count("wrong_blocks")) == (0, 0)
 
 
-def test_a_block_that_a_disk_gives_wrong_is_a_miss_and_is_computed(rig: Rig) -> None:
+def test_a_block_that_a_disk_gives_wrong_is_a_miss_and_is_computed(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     """The mover has not looked at it, so only who loads it can see that a bit of it is another."""
-    with attached(rig.service.socket, "loads") as engine:
+    with attached(rig.service.socket, "loads") as engine, caplog.at_level("WARNING", "kvstore.loading"):
         rig.say("* read flip")
         damaged = engine.run("damaged", PROMPTS[1])
         assert damaged.cached_tokens < 10 * B, "each byte that is used is checked by the driver"
         rig.say("")
         assert rig.count("checksum_failures") >= 1
         assert rig.count("wrong_blocks") == 0, "nothing was computed from it"
+        assert "are not what was stored" in caplog.text
+        assert "are not what was written" not in rig.service.log.read_text(), (
+            "so says a mover that has looked"
+        )
         assert engine.run("again", PROMPTS[1]).cached_tokens == 10 * B
         engine.await_nothing_used()
 
