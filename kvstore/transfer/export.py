@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import aiofiles
 import numpy as np
 
-from kvstore.client import Client, Targets
+from kvstore.client import Client, Compares, Targets
 from kvstore.errors import FailedPrecondition, NotFound
 from kvstore.geometry import opaque_geometry
 from kvstore.layout import NONE, Columns, Tier
@@ -88,7 +88,13 @@ async def export_namespace(
     targets = Targets(credit=0, room=0)
     unmapping = Unmapping()
     session = await asyncio.to_thread(
-        client.attach, "export", geometry, None, targets=targets, listener=unmapping
+        client.attach,
+        "export",
+        geometry,
+        None,
+        targets=targets,
+        listener=unmapping,
+        compares=Compares.LOADS,  # see Source: what engines need not have read for them, this need not either
     )
     try:
         columns = session.tables.tables.columns
