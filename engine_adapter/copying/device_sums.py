@@ -72,7 +72,7 @@ class DeviceSums:
         self._memory = mmap.mmap(-1, nbytes)
         self._sums = np.frombuffer(self._memory, dtype=np.uint64)
         self._seen = driver.register(self._sums.ctypes.data, nbytes)
-        self._stream = driver.create_stream(urgent=0.0)
+        self._stream = driver.create_stream(urgent=1.0 if direction is Direction.LOAD else 0.0)
         self._lock = threading.Lock()
         self._free = list(range(places))
 

@@ -208,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(32 * (1 + SUMMERS)) sum_blocks(cons
     __shared__ u64 sums[2][TILE][8];
     const unsigned warp = threadIdx.x / 32, thread = threadIdx.x % 32, stripe = thread / 4, pair = thread % 4;
     const unsigned lane = thread % 8;  // the first warp has each lane four times
+    const u64 scramble = KEYS[SCRAMBLE + lane];
     const unsigned key = stripe + 2 * pair;
     const Pair front = { KEYS[key], KEYS[key + 1] }, back = { KEYS[key + 8], KEYS[key + 9] };
     const Pair end = stripe == 7 ? Pair{ LAST[2 * pair], LAST[2 * pair + 1] } : back;
@@ -225,9 +226,10 @@ extern "C" __global__ void __launch_bounds__(32 * (1 + SUMMERS)) sum_blocks(cons
                 const u64 done = (tile - 1) * TILE, left = kibs - done;
                 const u64 (*from)[8] = sums[(tile - 1) % 2];
                 const unsigned scrambled = unsigned(left > TILE ? TILE : left - 1);  // the last KiB is not
+                #pragma unroll 8
                 for (unsigned at = 0; at < scrambled; ++at) {
                     state += from[at][lane];
-                    state = (state ^ state >> 47 ^ KEYS[SCRAMBLE + lane]) * 0x9E3779B1ull;
+                    state = (state ^ state >> 47 ^ scramble) * 0x9E3779B1ull;
                 }
                 if (left <= TILE) state += from[left - 1][lane];
             }

@@ -87,15 +87,8 @@ async def export_namespace(
     geometry = opaque_geometry(4096)
     targets = Targets(credit=0, room=0)
     unmapping = Unmapping()
-    session = await asyncio.to_thread(
-        client.attach,
-        "export",
-        geometry,
-        None,
-        targets=targets,
-        listener=unmapping,
-        compares=Compares.LOADS,  # see Source: what engines need not have read for them, this need not either
-    )
+    attach = functools.partial(client.attach, targets=targets, listener=unmapping, compares=Compares.LOADS)
+    session = await asyncio.to_thread(attach, "export", geometry, None)
     try:
         columns = session.tables.tables.columns
         handle = handle_of(columns, info.digest)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
 from engine_adapter.copying.cuda_copier import CudaCopier
 from engine_adapter.copying.cuda_driver import Waiting
+from engine_adapter.copying.device_sums import MakesSums
 from engine_adapter.copying.kernel import KernelKind, KernelShape
 from engine_adapter.copying.plan import Pieces
 from engine_adapter.copying.portions import CopyLimits
@@ -138,7 +139,11 @@ def twin_rig() -> Iterator[HostRig]:
 
 @contextmanager
 def fake_rig(
-    *, limits: CopyLimits = SMALL_LIMITS, small: Lane | None = None, beside: tuple[Lane, ...] = ()
+    *,
+    limits: CopyLimits = SMALL_LIMITS,
+    small: Lane | None = None,
+    beside: tuple[Lane, ...] = (),
+    sums: MakesSums | None = None,
 ) -> Iterator[HostRig]:
     driver = FakeDriver()
     route = Route(small=(small or Lane(kernel=KERNEL),), beside=beside)
@@ -148,7 +153,7 @@ def fake_rig(
         routes=dict.fromkeys(Direction, route),
         driver=driver,
         kernel=FakeKernel,
-        sums=FakeSums,
+        sums=sums or FakeSums,
     )
     try:
         yield HostRig(copier)

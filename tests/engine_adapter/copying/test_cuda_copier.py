@@ -16,6 +16,8 @@ from engine_adapter.copying.cuda_copier import CudaCopier
 from engine_adapter.copying.kernel import KernelShape
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import Lane, Route
+from engine_adapter.copying.sum_kernel import SumShape
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import MissingExtra, Unavailable
 from tests.engine_adapter.copying.copier_rigs import (
     KERNEL,
@@ -25,6 +27,7 @@ from tests.engine_adapter.copying.copier_rigs import (
     HostRig,
     batch_of,
     fake_rig,
+    rows,
 )
 
 KIB = 1024
@@ -364,3 +367,43 @@ def test_without_a_compiler_small_blocks_take_the_copy_engines(caplog: pytest.Lo
     assert (target.read() == blocks).all()
     assert "need cuda-bindings" in caplog.text
     copier.close()
+
+
+class NoSums:
+    """A device on which the kernel does not compile."""
+
+    def __init__(self, driver: FakeDriver, shape: SumShape) -> None:
+        raise MissingExtra("checksums on a GPU need cupy: pip install 'kvstore[cuda]'")
+
+    def launch(self, addresses: NDArray[np.uint64], nbytes: int, sums_at: int, stream: int) -> None:
+        raise AssertionError("it was not made")
+
+
+def test_where_a_device_takes_no_checksums_copies_go_on_and_the_log_says_who_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fake_rig(limits=CopyLimits(), sums=NoSums) as rig:
+        assert not rig.copier.sums
+        blocks = random_blocks(9, 4 * KIB)
+        source, target = sides(rig, Direction.STORE, blocks)
+        done, sums = threading.Event(), np.zeros((9, 2), dtype=np.uint64)
+        assert rig.copier.submit(batch_of(Direction.STORE, source, target, done.set, sums=sums))
+        assert done.wait(30)
+        assert (target.read() == blocks).all()
+        assert not sums.any(), "unknown"
+    assert "checksums are taken by the movers: checksums on a GPU need cupy" in caplog.text
+
+
+def test_a_long_batch_is_summed_beside_its_portions_and_not_at_its_end_alone() -> None:
+    limits = CopyLimits(portion_bytes=64 * KIB, planned_portions=2, first_bytes=32 * KIB, portion_copies=4)
+    with fake_rig(limits=limits) as rig:
+        blocks = random_blocks(40, 16 * KIB)
+        source, target = sides(rig, Direction.LOAD, blocks)
+        order = np.random.default_rng(1).permutation(40)
+        done, sums = threading.Event(), np.zeros((40, 2), dtype=np.uint64)
+        batch = batch_of(Direction.LOAD, scattered(source, order), target, done.set, sums=sums)
+        assert rig.copier.submit(batch)
+        assert done.wait(30)
+        assert sum(driver_of(rig).sums) == 40
+        assert len(driver_of(rig).sums) > 3
+        assert (sums == checksums_at(rows(blocks[order]), 16 * KIB)).all()
