@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine_adapter.copying.copier import CopyBatch, Direction
 from engine_adapter.copying.cuda_driver import CudaDriver
 from engine_adapter.copying.sum_kernel import KIB, MAX_SUMS, SumKernel, SumShape
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import KvstoreError
 
 __all__ = ["DeviceSums", "MakesSums", "Summing", "Sums", "TakesSums"]
@@ -28,6 +29,7 @@ U64 = NDArray[np.uint64]
 
 _LOG = logging.getLogger("kvstore.copier")
 _SUM_BYTES = 16
+_TRIED_BYTES = 132 * KIB
 
 
 class TakesSums(Protocol):
@@ -63,7 +65,10 @@ class DeviceSums:
         kernel: MakesSums = SumKernel,
         shape: SumShape | None = None,
     ) -> None:
-        """Compiles. Room for `places` portions under way of `most_blocks` each. Raises: MissingExtra, KvstoreError."""
+        """Compiles and tries. Room for `places` portions under way of `most_blocks` each.
+
+        Raises: MissingExtra, KvstoreError, also where the device's checksums are not the processor's.
+        """
         self._driver = driver
         self._direction = direction
         self._most_blocks = most_blocks
@@ -75,6 +80,11 @@ class DeviceSums:
         self._stream = driver.create_stream(urgent=1.0 if direction is Direction.LOAD else 0.0)
         self._lock = threading.Lock()
         self._free = list(range(places))
+        if not self._agrees():
+            self.close()
+            raise KvstoreError(
+                "the checksum kernel of this device computes other checksums than the processor"
+            )
 
     def follow(self, event: int) -> None:
         """What is summed from now on comes after the event: of a load's copies, or of what a batch waits for."""
@@ -101,6 +111,21 @@ class DeviceSums:
         batch.sums[summing.blocks.start : summing.blocks.stop] = words.reshape(-1, 2)
         with self._lock:
             self._free.append(summing.place)
+
+    def _agrees(self) -> bool:
+        """Whether some blocks of a few tiles have their checksums: wrong ones would have sound blocks thrown away."""
+        blocks = np.random.default_rng(0).integers(0, 256, size=(2, _TRIED_BYTES), dtype=np.uint8)
+        device = self._driver.allocate(blocks.nbytes)
+        starts = np.arange(2, dtype=np.uint64) * np.uint64(_TRIED_BYTES)
+        try:
+            with self._driver.current():
+                self._driver.copy(device, blocks.ctypes.data, blocks.nbytes, self._stream)
+                self._kernel.launch(starts + np.uint64(device), _TRIED_BYTES, self._seen, self._stream)
+                self._driver.synchronize_stream(self._stream)
+        finally:
+            self._driver.free(device)
+        expected = checksums_at(starts + np.uint64(blocks.ctypes.data), _TRIED_BYTES)
+        return bool((self._sums[:4].reshape(-1, 2) == expected).all())
 
     def close(self) -> None:
         """Gives stream and memory back; nothing is under way."""

@@ -262,6 +262,8 @@ class Sealing:
         free[free] = firsts(rows[free])
         at = at[free]
         rows, target = rows[free], copies["target"][at]
+        # Also that there is none: a daemon that died here may have noted one of a slot that now gets another block.
+        state.checksums.forget(target)
         if len(checksums):
             said = checksums[at].any(axis=1)
             state.checksums.note(target[said], checksums[at][said])

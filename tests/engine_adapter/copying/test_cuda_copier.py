@@ -24,6 +24,7 @@ from tests.engine_adapter.copying.copier_rigs import (
     Blocks,
     FakeDriver,
     FakeKernel,
+    FakeSums,
     HostRig,
     batch_of,
     fake_rig,
@@ -394,6 +395,20 @@ def test_where_a_device_takes_no_checksums_copies_go_on_and_the_log_says_who_doe
     assert "checksums are taken by the movers: checksums on a GPU need cupy" in caplog.text
 
 
+class OtherSums(FakeSums):
+    """A device whose checksums are not those of storage."""
+
+    def launch(self, addresses: NDArray[np.uint64], nbytes: int, sums_at: int, stream: int) -> None:
+        super().launch(addresses, nbytes - KIB, sums_at, stream)
+
+
+def test_a_device_whose_checksums_are_others_takes_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Every block that it stored would be called wrong when it is loaded, and thrown away."""
+    with fake_rig(limits=CopyLimits(), sums=OtherSums) as rig:
+        assert not rig.copier.sums
+    assert "computes other checksums than the processor" in caplog.text
+
+
 def test_a_long_batch_is_summed_beside_its_portions_and_not_at_its_end_alone() -> None:
     limits = CopyLimits(portion_bytes=64 * KIB, planned_portions=2, first_bytes=32 * KIB, portion_copies=4)
     with fake_rig(limits=limits) as rig:
@@ -402,6 +417,7 @@ def test_a_long_batch_is_summed_beside_its_portions_and_not_at_its_end_alone() -
         order = np.random.default_rng(1).permutation(40)
         done, sums = threading.Event(), np.zeros((40, 2), dtype=np.uint64)
         batch = batch_of(Direction.LOAD, scattered(source, order), target, done.set, sums=sums)
+        driver_of(rig).sums.clear()  # the copier has tried them
         assert rig.copier.submit(batch)
         assert done.wait(30)
         assert sum(driver_of(rig).sums) == 40

@@ -90,6 +90,19 @@ def test_a_write_of_a_block_with_a_checksum_is_not_looked_at(rig: Comparing) -> 
     assert not table.unread(grant.dram_slots).any()
 
 
+def test_a_slot_that_a_dying_daemon_had_noted_a_checksum_of_gets_another_block(rig: Comparing) -> None:
+    """It is of the same generation: what was noted before the copy counted must not be the next block's."""
+    hashes = chain(1)
+    grant = rig.fill(rig.engine, hashes, keep=True)
+    room = rig.room(rig.engine, 1)
+    rig.store._state.checksums.note(room.dram_slots[:1], np.array([WRONG], dtype=np.uint64))
+    stores = copies(grant.hbm_slots, grant.hbm_generations, room.dram_slots[:1], room.dram_generations[:1])
+    rig.step(rig.engine, stores=stores, hbm=grant.hbm_slots, dram=room.dram_slots)
+    (write,) = rig.moves(MoveKind.WRITE)
+    assert write["unread"] == 0, "its checksum is not known"
+    rig.check()
+
+
 def test_reads_are_looked_at_while_any_session_does_not_compare(rig: Comparing) -> None:
     hashes = rig.stored()
     rig.evict_dram()
