@@ -117,7 +117,7 @@ class Load:
 
     def _came(self, arrival: Arrival, group: int) -> None:
         if group == arrival.groups - 1 and self._differs().any():
-            arrival.fail()  # its step has begun with the groups before
+            arrival.reject()  # its step has begun with the groups before
         else:
             arrival.came(group)
 

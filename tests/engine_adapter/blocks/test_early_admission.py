@@ -145,6 +145,7 @@ def test_a_block_that_differs_breaks_its_step_off_before_the_last_group(service:
         ctypes.memset(last, ctypes.c_uint8.from_address(last).value ^ 1, 1)
         copier.step()
         assert not admission.arriving.wait_for(GROUPS - 1)
+        assert admission.arriving.differs
         engine.release(request)
         copier.step(100)
         wait_for("the report", lambda: service.stats().counters["wrong_blocks"] == before + 1)

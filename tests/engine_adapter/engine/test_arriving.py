@@ -55,6 +55,8 @@ class LoadingBlocks(PrefixCacheBlocks):
         self.payload = self.memory[:, :payload]
         self.layers = loaded.config.num_layers
         self.groups, self.withheld = groups, withheld
+        self.rejects = 0
+        """So many loads more turn out, at their end, not to be what was stored."""
         self.delay_s = 0.002
         self.early: list[RequestId] = []
         self.threads: list[threading.Thread] = []
@@ -88,7 +90,11 @@ class LoadingBlocks(PrefixCacheBlocks):
             time.sleep(self.delay_s)
             part = slice(group * size, (group + 1) * size)
             self.payload[pages, part] = saved[:, part]
-            arrival.came(group)
+            if group == self.groups - 1 and self.rejects:
+                self.rejects -= 1
+                arrival.reject()
+            else:
+                arrival.came(group)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +145,23 @@ def test_requests_with_and_without_a_load_under_way_share_steps(loaded: LoadedMo
         found[output.request_id] = (*found.get(output.request_id, ()), *output.token_ids)
     assert RequestId("1") in blocks.early
     assert [found[str(i)] for i in range(3)] == expected
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_comes_and_is_not_what_was_stored_is_asked_for_again(loaded: LoadedModel, mode: str) -> None:
+    """Its step had begun with the layers before: nothing of that counts, and its answer is the same."""
+    make, settings = MODES[mode]
+    expected = answers(Engine(loaded, LoadingBlocks(loaded), settings, make_runner=make))
+    blocks = LoadingBlocks(loaded)
+    engine = Engine(loaded, blocks, settings, make_runner=make)
+    engine.generate([PROMPTS[0]], EIGHT)
+    blocks.rejects = 1
+    loads = len(blocks.early)
+    answer = engine.generate([PROMPTS[1]], EIGHT)[0]
+    assert len(blocks.early) == loads + 2
+    assert blocks.rejects == 0
+    assert answer.token_ids == expected[1].token_ids
     blocks.check_integrity()
 
 
