@@ -29,6 +29,9 @@ U64 = NDArray[np.uint64]
 
 _LOG = logging.getLogger("kvstore.copier")
 _SUM_BYTES = 16
+_SHAPES = {Direction.LOAD: SumShape(ctas=16), Direction.STORE: SumShape(ctas=4)}
+"""A request waits for the end of a load; a store is beside an engine that computes, and has to keep up with the link
+alone. By what a CTA should do (see SumShape), not by what was measured."""
 _TRIED_BYTES = 132 * KIB
 
 
@@ -63,7 +66,6 @@ class DeviceSums:
         places: int,
         most_blocks: int,
         kernel: MakesSums = SumKernel,
-        shape: SumShape | None = None,
     ) -> None:
         """Compiles and tries. Room for `places` portions under way of `most_blocks` each.
 
@@ -72,7 +74,7 @@ class DeviceSums:
         self._driver = driver
         self._direction = direction
         self._most_blocks = most_blocks
-        self._kernel = kernel(driver, shape or SumShape())
+        self._kernel = kernel(driver, _SHAPES[direction])
         nbytes = -(-places * most_blocks * _SUM_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = mmap.mmap(-1, nbytes)
         self._sums = np.frombuffer(self._memory, dtype=np.uint64)
