@@ -257,7 +257,8 @@ class Sealing:
             return
         state = self._state
         at = self._believed(session, copies, state.hbm, state.dram)
-        rows = state.hbm.row[copies["source"][at]]
+        source = copies["source"][at]
+        rows = state.hbm.row[source]
         free = state.columns.dram[rows] == NONE
         free[free] = firsts(rows[free])
         at = at[free]
@@ -272,7 +273,7 @@ class Sealing:
         state.counters["stores"] += len(rows)
         state.recorder.note(Event.STORED, session.id, len(rows))
         state.sealed_in_dram.append(rows)
-        state.hbm.note_unheld(copies["source"][at])
+        state.hbm.note_unheld(source)
         state.waits.resolved(rows)
 
     def _believed(
