@@ -90,12 +90,12 @@ def core() -> frozenset[str]:
     return frozenset(name for name in top | pure if modules()[name].name != "__init__.py") - SHELL
 
 
-@pytest.mark.parametrize("name", sorted(core() | BESIDE_CORE))
-def test_the_core_is_pure_and_knows_the_core_alone(name: str) -> None:
-    roots = {imported.partition(".")[0] for imported in imports(name)}
-    assert not roots & IMPURE, f"{name} is of the core and must not import {sorted(roots & IMPURE)}"
-    wrong = ours(imports(name)) - core() - BESIDE_CORE - COMPILED
-    assert not wrong, f"{name} is of the core and imports {sorted(wrong)}"
+def test_the_core_is_pure_and_knows_the_core_alone() -> None:
+    for name in sorted(core() | BESIDE_CORE):
+        roots = {imported.partition(".")[0] for imported in imports(name)}
+        assert not roots & IMPURE, f"{name} is of the core and must not import {sorted(roots & IMPURE)}"
+        wrong = ours(imports(name)) - core() - BESIDE_CORE - COMPILED
+        assert not wrong, f"{name} is of the core and imports {sorted(wrong)}"
 
 
 def test_the_core_has_an_order() -> None:
@@ -107,31 +107,33 @@ def test_the_core_has_an_order() -> None:
     assert sorted(vocabulary, key=position.__getitem__) == vocabulary
 
 
-@pytest.mark.parametrize("name", modules_below("tiers", "eviction"))
-def test_tiers_and_policies_know_the_core_alone(name: str) -> None:
-    package = name.partition(".")[0]
-    wrong = {
-        other
-        for other in ours(imports(name))
-        if not below(other, package) and other not in core() | BESIDE_CORE | COMPILED
-    }
-    assert not wrong, f"{name} imports {sorted(wrong)}"
+def test_tiers_and_policies_know_the_core_alone() -> None:
+    for name in modules_below("tiers", "eviction"):
+        package = name.partition(".")[0]
+        wrong = {
+            other
+            for other in ours(imports(name))
+            if not below(other, package) and other not in core() | BESIDE_CORE | COMPILED
+        }
+        assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("name", modules_below("kvstore"))
-def test_kvstore_never_imports_what_stands_on_it(name: str) -> None:
-    wrong = {
-        other for other in imports(name) if other.partition(".")[0] in {"engine_adapter", "bench", "tests"}
-    }
-    assert not wrong, f"{name} imports {sorted(wrong)}; a command joins by entry point"
+def test_kvstore_never_imports_what_stands_on_it() -> None:
+    for name in modules_below("kvstore"):
+        wrong = {
+            other
+            for other in imports(name)
+            if other.partition(".")[0] in {"engine_adapter", "bench", "tests"}
+        }
+        assert not wrong, f"{name} imports {sorted(wrong)}; a command joins by entry point"
 
 
-@pytest.mark.parametrize("name", modules_below("engine_adapter"))
-def test_the_adapter_imports_no_process_of_the_service(name: str) -> None:
-    store = ("kvstore.store", *(f"kvstore.{package}" for package in PURE if package != "planning"))
-    private = (*store, "kvstore.daemon", "kvstore.keeper", "kvstore.mover", "bench", "tests")
-    wrong = {other for other in imports(name) if any(below(other, package) for package in private)}
-    assert not wrong, f"{name} imports {sorted(wrong)}; it is a client"
+def test_the_adapter_imports_no_process_of_the_service() -> None:
+    for name in modules_below("engine_adapter"):
+        store = ("kvstore.store", *(f"kvstore.{package}" for package in PURE if package != "planning"))
+        private = (*store, "kvstore.daemon", "kvstore.keeper", "kvstore.mover", "bench", "tests")
+        wrong = {other for other in imports(name) if any(below(other, package) for package in private)}
+        assert not wrong, f"{name} imports {sorted(wrong)}; it is a client"
 
 
 def test_the_keeper_needs_nothing_but_python() -> None:
@@ -154,12 +156,14 @@ def test_the_keeper_needs_nothing_but_python() -> None:
     assert not foreign
 
 
-@pytest.mark.parametrize(
-    # Nobody imports a microbenchmark: pytest collects them.
-    "name",
-    [name for name in sorted(modules()) if not re.match(r"bench\.micro\.(bench_|conftest)", name)],
-)
-def test_public_names_are_listed(name: str) -> None:
+def test_public_names_are_listed() -> None:
+    for name in modules():
+        # Nobody imports a microbenchmark: pytest collects them.
+        if not re.match(r"bench\.micro\.(bench_|conftest)", name):
+            check_public_names(name)
+
+
+def check_public_names(name: str) -> None:
     module = tree(modules()[name])
     listed: list[str] | None = None
     for node in module.body:
@@ -207,19 +211,19 @@ def names_bound_in(module: ast.Module) -> set[str]:
     return bound
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_modules_and_functions_stay_small(name: str) -> None:
-    lines = modules()[name].read_text().count("\n")
-    assert lines <= 500, f"{name} has {lines} lines"
-    for node in ast.walk(tree(modules()[name])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            size = (node.end_lineno or 0) - node.lineno + 1
-            assert size <= 60, f"{name}.{node.name} has {size} lines"
+def test_modules_and_functions_stay_small() -> None:
+    for name in sorted(modules()):
+        lines = modules()[name].read_text().count("\n")
+        assert lines <= 500, f"{name} has {lines} lines"
+        for node in ast.walk(tree(modules()[name])):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                assert size <= 60, f"{name}.{node.name} has {size} lines"
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_each_module_says_what_it_is(name: str) -> None:
-    assert ast.get_docstring(tree(modules()[name])), f"{name} has no docstring"
+def test_each_module_says_what_it_is() -> None:
+    for name in sorted(modules()):
+        assert ast.get_docstring(tree(modules()[name])), f"{name} has no docstring"
 
 
 def test_nothing_runs_what_it_reads() -> None:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 
+from engine_adapter.external.accepting import accepted, check_uid
 from engine_adapter.group.link import Failed, Join, Mapped, receive, send
-from kvstore.errors import KvstoreError, PermissionDenied, Unavailable
+from kvstore.errors import KvstoreError, Unavailable
 
-__all__ = ["RankGroup", "RankListener", "check_uid"]
+__all__ = ["RankGroup", "RankListener"]
 
 _LOG = logging.getLogger("kvstore.engine")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _BACKLOG = 4
 
 
@@ -49,18 +47,13 @@ class RankListener:
         self._thread.join(self._timeout_s)
 
     def _run(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return
+        for peer in accepted(self._socket):
             with peer:
                 self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(self._timeout_s)
         try:
-            check_uid(peer)
             message = receive(peer)
             if isinstance(message, Join):
                 self._join(message)
@@ -140,11 +133,3 @@ class RankGroup:
         for asked in self._asked:
             asked.close()
         self._asked = []
-
-
-def check_uid(peer: socket.socket) -> None:
-    """Raises PermissionDenied where the other end of a connection is another user's."""
-    packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
-    if uid != os.getuid():
-        raise PermissionDenied(f"the other end belongs to uid {uid}")

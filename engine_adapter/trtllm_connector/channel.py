@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from engine_adapter.external.accepting import accepted, check_uid
 from engine_adapter.external.jobs import StepReport
-from engine_adapter.external.ranks import check_uid
-from kvstore.errors import KvstoreError
 
 __all__ = ["Hello", "LeaderChannel", "RankChannel", "RankNews"]
 
@@ -92,15 +91,7 @@ class LeaderChannel:
         thread.start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-                check_uid(peer)
-            except KvstoreError as error:
-                _LOG.warning("a rank is not let in: %s", error)
-                continue
-            except OSError:
-                return
+        for peer in accepted(self._socket):
             with self._lock:
                 if self._closed:
                     peer.close()

@@ -83,7 +83,10 @@ class Session:
         self._closed = False
         self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group, use, compares)
         memory = self._attachment.memory
-        targets = targets or Targets.for_pages(memory.hbm.num_pages if memory.hbm else 0, memory.free_pages())
+        pages = memory.hbm.num_pages if memory.hbm else 0
+        targets = targets or Targets.for_pages(
+            pages, memory.free_pages(), memory.dram_slots(geometry.slot_bytes)
+        )
         self._state = SessionState(
             memory.tables.columns.shape,
             self._attachment.max_message_blocks,

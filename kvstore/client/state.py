@@ -50,16 +50,16 @@ class Targets:
     """An acquire unanswered, or a daemon away, for this long makes the session unavailable: "no cache"."""
 
     @classmethod
-    def for_pages(cls, pages: int, free: int) -> Targets:
-        """What suits a pool of so many HBM pages: seconds of decoding, and most of the pool left to prompts.
+    def for_pages(cls, pages: int, free: int, dram_slots: int) -> Targets:
+        """What suits a pool of so many HBM pages: seconds of decoding; most of it and of DRAM is left to prompts.
 
-        `free` of them held nothing when the session began. The store keeps some free at all times, so no more than
+        `free` pages held nothing when the session began. The store keeps some free at all times, so no more than
         those beyond come without putting anything out.
         """
         credit = min(256, max(4, pages // 16)) if pages else 0
-        kept = min(pages // 4, max(_KEPT_SLOTS, pages // _KEPT_SHARE))
-        first = min(credit, max(0, free - kept))
-        return cls(credit=credit, room=min(512, max(16, pages // 4)), first_credit=first)
+        first = min(credit, max(0, free - min(pages // 4, max(_KEPT_SLOTS, pages // _KEPT_SHARE))))
+        room = max(16, min(512, pages // 4, dram_slots // 8))
+        return cls(credit=credit, room=room, first_credit=first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,10 +99,10 @@ class MoverPath:
         self.index = IndexWriter(number=number, owner=owner, columns=columns, slabs=slabs, opened=opened)
         self.voice = PathVoice(owner, number, opened.directory.path)
         self._slabs = PathSlabs(columns=columns, table=slabs, directory=opened.directory, index=self.index)
-        self._slab_answers = SlabAnswers(
+        self.slab_answers = SlabAnswers(
             owner=owner, columns=columns, table=slabs, index=self.index, voice=self.voice
         )
-        self._lost: set[int] = set()  # extents with slabs that were deleted
+        self._lost: dict[int, int] = {}  # numbers of slabs that were deleted, by extent
         self._ended = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -114,7 +114,7 @@ class MoverPath:
         while True:
             started_s = time.monotonic()
             try:
-                self._slab_answers.lost(await self._slab_answers.deleted(self.opened.directory))
+                self.slab_answers.lost(await self.slab_answers.deleted(self.opened.directory))
                 self._start()
                 await self._kept.add({f"mover-{self.number}": self._require_link().pidfd})
                 self._announce()
@@ -242,7 +242,7 @@ class MoverPath:
             waiting.set_exception(Unavailable("the mover died"))
         self._flushing.clear()
         self._owner.store.mover_dead(self.number, self._owner.now_ms())
-        self._slab_answers.lost(self._lost)
+        self.slab_answers.lost(self._lost)
         self._lost.clear()
         self._owner.settle_soon()
 
@@ -413,12 +413,12 @@ class MoverPath:
             case wire.Synced():
                 self._take_synced(message)
             case wire.SlabOpened():
-                self._slab_answers.opened(message)
+                self.slab_answers.opened(message)
             case wire.SlabFailed():
-                self._slabs.failed(message.extent)  # the next move that names it has it tried again
-                self._slab_answers.failed(message)
+                self._slabs.failed(message.extent, message.number)
+                self.slab_answers.failed(message)
             case wire.SlabLost():
-                self._lost.add(message.extent)
+                self._lost[message.extent] = message.number
             case wire.Notice():
                 self.voice.notice(message.text)
             case wire.Counts():
@@ -490,7 +490,7 @@ class MoverPath:
         await done
         if self._group.doubt:
             raise KvstoreError(self._group.doubt)
-        lost = await self._slab_answers.deleted(self.opened.directory)
+        lost = await self.slab_answers.deleted(self.opened.directory)
         if lost and (working := self._working()) is not None:
             self._lost |= lost
             working.kill()  # so that nothing moves in them when their blocks end

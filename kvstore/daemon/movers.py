@@ -18,7 +18,7 @@ from kvstore.daemon.load_path import load_path
 from kvstore.daemon.log import Log
 from kvstore.daemon.memory import Memory
 from kvstore.daemon.mover_path import MoverPath, StartLink
-from kvstore.daemon.nvme import FoundPath, OpenPath, OpensPath, SlabTable, open_path, trim
+from kvstore.daemon.nvme import FoundPath, OpenPath, OpensPath, SlabTable, open_path, slabs_to_keep
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.path_resizable import PathResizable
 from kvstore.daemon.recovery import Tables
@@ -242,13 +242,13 @@ class Movers:
     async def _enter(self, number: int, place: FoundPath, found: Found | None) -> list[SlabFile]:
         """Makes the path's slabs extents of the store, and its blocks rows, where the tables do not have them.
 
-        Returns slabs that were removed. Raises KvstoreError, with nothing of it done.
+        Returns slabs that are to be removed. Raises KvstoreError, with nothing of it done.
         """
         if self.slabs.entered(number):
             return []
         store, slabs = self._owner.store, list(place.slabs)
         if found is not None:
-            slabs = await asyncio.to_thread(trim, place.directory, slabs, found.blocks, place.plan)
+            slabs = slabs_to_keep(place.directory.path, slabs, found.blocks, place.plan)
             if slabs:
                 await load_path(
                     number=number,

@@ -45,7 +45,7 @@ from tiers.nvme.index import (
     remove_index,
 )
 from tiers.nvme.recover import Found, FoundBlocks, recover
-from tiers.nvme.slab import SlabFile, remove_slab
+from tiers.nvme.slab import SlabFile, remove_slabs
 
 __all__ = [
     "FoundPath",
@@ -58,7 +58,7 @@ __all__ = [
     "open_path",
     "secret_on_disk",
     "slab_bytes",
-    "trim",
+    "slabs_to_keep",
 ]
 
 _LOG = Log("nvme")
@@ -157,11 +157,13 @@ class FoundPath:
     """What slabs lack because of it."""
 
     def open(self, removed: Sequence[SlabFile]) -> OpenPath:
-        """Opens the index, which forgets these slabs. Blocks. Raises KvstoreError."""
+        """Opens the index, which forgets these slabs, and then deletes them: a strict recovery would not start where
+        the index names one that is missing. Blocks. Raises KvstoreError, OSError."""
         index = self.open_index()
         try:
             for slab in removed:
                 index.drop_slab(slab.number)
+            remove_slabs(self.directory.path, removed, self.directory.disk)
         except BaseException:
             index.close()
             raise
@@ -237,8 +239,7 @@ def _emptied(directory: NvmeDirectory, slabs: Sequence[SlabFile]) -> list[SlabFi
     if slabs:
         _LOG.warning("slabs deleted: nothing here is to be believed", path=directory.path, slabs=len(slabs))
     remove_index(directory.path)
-    for slab in slabs:
-        remove_slab(directory.path, slab, directory.disk)
+    remove_slabs(directory.path, slabs, directory.disk)
     return []
 
 
@@ -275,10 +276,10 @@ def _open_index(folder: Path, map_bytes: int, config: ServeConfig) -> BlockIndex
     return DurableIndex.anew(folder, map_bytes=map_bytes, durability=config.durability)
 
 
-def trim(
-    directory: NvmeDirectory, slabs: Sequence[SlabFile], found: FoundBlocks, wanted: SlabPlan
+def slabs_to_keep(
+    folder: Path, slabs: Sequence[SlabFile], found: FoundBlocks, wanted: SlabPlan
 ) -> list[SlabFile]:
-    """Removes slabs without a block, and those that exceed the capacity; returns the rest, by number.
+    """All but slabs without a block and those that exceed the capacity, by number; `FoundPath.open` deletes these.
 
     As where a path becomes smaller while it is in use (`kvstore.victims.leaving`), those used longest ago go.
     """
@@ -292,11 +293,8 @@ def trim(
             continue
         if used:
             removed, blocks = removed + 1, blocks + used
-        remove_slab(directory.path, slab, directory.disk)
     if removed:
-        _LOG.warning(
-            "slabs removed: the capacity is smaller now", path=directory.path, slabs=removed, blocks=blocks
-        )
+        _LOG.warning("slabs removed: the capacity is smaller now", path=folder, slabs=removed, blocks=blocks)
     return sorted(kept, key=lambda slab: slab.number)
 
 

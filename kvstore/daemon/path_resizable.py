@@ -19,7 +19,7 @@ from kvstore.layout import Tier
 from kvstore.moves import ExtentInfo
 from kvstore.units import format_size
 from tiers.nvme.capacity import slab_file_bytes
-from tiers.nvme.slab import SlabFile, remove_slab
+from tiers.nvme.slab import SlabFile, remove_slab, sync_directory
 
 __all__ = ["PathResizable"]
 
@@ -44,6 +44,8 @@ class PathResizable:
         self._doomed: list[tuple[int, SlabFile]] = []
         """Slabs, by what their extents were, that no extent has any more and whose files may still be there."""
         self._strays_known = False
+        self._unsynced = False
+        """Whether a power cut might bring a slab back that was deleted."""
 
     def cost(self, nbytes: int) -> int:
         """See Resizable."""
@@ -63,6 +65,7 @@ class PathResizable:
         except KvstoreError:
             self._slabs.set(info.extent, number, slot_bytes)
             raise
+        self._mover.slab_answers.left(info.extent)
         if number:
             self._mover.index.drop_slab(number)
             file = SlabFile(number=number, slot_bytes=slot_bytes, nbytes=info.nbytes)
@@ -75,8 +78,13 @@ class PathResizable:
         if self._doomed:  # the index names no slab that is missing: a strict recovery would not start
             await self._mover.index.catch_up()
         while self._doomed:
+            self._unsynced = True
             await self._delete(*self._doomed[0])
             del self._doomed[0]
+        if self._unsynced:
+            directory = self._space.directory
+            await asyncio.to_thread(sync_directory, directory.path, directory.disk)
+            self._unsynced = False
         used = await self._space.measure()
         if used > self._space.capacity_bytes:
             raise ResourceExhausted(
@@ -98,6 +106,7 @@ class PathResizable:
         if strays:
             await self._mover.index.catch_up()
         for file in strays:
+            self._unsynced = True
             await asyncio.to_thread(remove_slab, self._space.directory.path, file, self._space.directory.disk)
         self._strays_known = True
 

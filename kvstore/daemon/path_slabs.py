@@ -30,7 +30,8 @@ class PathSlabs:
         self._index = index
         self.waits = False
         """Whether the last `open` said that its moves must wait."""
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
+        """Number of the slab that it was told to open, by extent."""
         self._doomed: set[int] = set()
         """Numbers of slabs that it was told to delete."""
 
@@ -39,9 +40,11 @@ class PathSlabs:
         self._known.clear()
         self._doomed.clear()
 
-    def failed(self, extent: int) -> None:
-        """The extent's slab is not open: the next move that names it has it tried again."""
-        self._known.discard(extent)
+    def failed(self, extent: int, number: int) -> None:
+        """A slab is not open: it is tried again by the next move that names it, or when it is to be deleted."""
+        self._doomed.discard(number)
+        if self._known.get(extent) == number:
+            del self._known[extent]
 
     def open(self, moves: NDArray[np.void], link: MoverLink) -> bool:
         """A slab is made, or made anew for another slot size, before the first move that names its extent.
@@ -59,7 +62,7 @@ class PathSlabs:
                     continue
                 self._send(link, extent, number, self._table.slot_bytes(extent))
                 link.send_drop(Tier.NVME, extent)
-                self._known.discard(extent)
+                self._known.pop(extent, None)
                 number = 0
             if not number:
                 # The table may name slabs that no mover has come to make, as a daemon before left them.
@@ -70,7 +73,7 @@ class PathSlabs:
 
     def _send(self, link: MoverLink, extent: int, number: int, slot_bytes: int) -> None:
         if extent not in self._known:
-            self._known.add(extent)
+            self._known[extent] = number
             nbytes = int(self._columns.extent_bytes[extent])
             link.send_slab(extent, number, nbytes, slot_bytes, self._blocks_in(extent))
 
@@ -86,4 +89,4 @@ class PathSlabs:
         link.send_slab(extent, file.number, file.nbytes, file.slot_bytes)
         link.send_drop(Tier.NVME, extent)
         self._doomed.add(file.number)
-        self._known.discard(extent)
+        self._known.pop(extent, None)

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -240,14 +240,17 @@ class Mover:
         exists = self._disk.exists(self._directory / file.name)
         fault("mover.slab")
         if slab.filled and not exists:
-            self._end_without({slab.extent})
+            self._end_without({slab.extent: slab.number})
             return
         try:
             self._storage.open_slab(slab.extent, slab.number, slab.nbytes, slab.slot_bytes)
         except KvstoreError as error:
-            self._send(wire.SlabFailed(extent=slab.extent, text=error.message, exists=exists))
+            failed = wire.SlabFailed(
+                extent=slab.extent, number=slab.number, text=error.message, exists=exists
+            )
+            self._send(failed)
         else:
-            self._send(wire.SlabOpened(extent=slab.extent, direct=self._nvme.direct))
+            self._send(wire.SlabOpened(extent=slab.extent, number=slab.number, direct=self._nvme.direct))
 
     # The I/O threads run what follows, up to `_send`.
 
@@ -332,10 +335,10 @@ class Mover:
         self._end_without(deleted)
         return bool(deleted)
 
-    def _end_without(self, deleted: Collection[int]) -> None:
-        """Ends, where there are any, with the word that these extents' slabs were deleted."""
-        for extent in deleted:
-            self._send(wire.SlabLost(extent=extent))
+    def _end_without(self, deleted: Mapping[int, int]) -> None:
+        """Ends, where there are any, with the word that these slabs, by extent, were deleted."""
+        for extent, number in deleted.items():
+            self._send(wire.SlabLost(extent=extent, number=number))
         if deleted:
             with self._sending:
                 self._ended = True

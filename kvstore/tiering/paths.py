@@ -69,8 +69,6 @@ class Paths:
         state, columns = self._state, self._state.columns
         if state.unmade[extent]:
             return True
-        if state.extents.require(extent) is not Tier.NVME:
-            return False
         path, slot_bytes = int(columns.extent_device[extent]), columns.extent_slot_bytes[extent]
         of_path = np.array(state.extents.of(Tier.NVME, path, ExtentState.READY), dtype=np.int64)
         others = of_path[(columns.extent_slot_bytes[of_path] == slot_bytes) & (of_path != extent)]

@@ -3,7 +3,8 @@
 It holds nothing and hurts nobody. Slots are those that are free beyond the reserve, then those of blocks that storage
 has too and that no queued request wants sooner. Together, blocks that were brought up and not asked for yet take at
 most a part of DRAM (`StoreLimits.prefetch_share`): a queue longer than DRAM is brought up as fast as it is used, never
-faster. Each block is brought up once for a request, so whatever goes wrong costs at most one needless read.
+faster. Each block is brought up once for a request, so whatever goes wrong costs at most one needless read; what it
+had in HBM and lost there while it waits is looked at again, before what others want later.
 
 Reads are queued a little ahead of the movers alone, so that what is said later can still come sooner. What somebody
 waits for goes before all of them (`kvstore.tiering.promoting`).
@@ -148,6 +149,8 @@ class Prefetching:
             for rows, words, now_ms in served:
                 self.turns.turn(rows, words, now_ms)
         lacking = self._serve_who_asked()
+        for lost in self._state.queued.look_again(self._state.columns.depth):
+            self._push(self._state.sessions.get(lost.session).dram_key, lost.key)
         for key in list(self._pending):
             if key in lacking:
                 continue

@@ -121,7 +121,8 @@ class Promoting:
     def promote(self, key: ClassKey, rows: U32, due_ms: int) -> int:
         """Queues promotions for a run of rows that somebody waits for; returns how many of the leading ones.
 
-        Evicts where needed, but nothing that a queued request wants before `due_ms`.
+        Makes room where needed, but not of what a queued request wants before `due_ms`: first of blocks that nobody
+        wants, then of prefetches that no mover has begun, then of the rest.
         """
         count = min(len(rows), self._state.limits.max_reads - self.queued)
         if count <= 0:
@@ -143,6 +144,13 @@ class Promoting:
             found: NDArray[np.bool_] = state.columns.nvme[rows] != NONE
             return found & later(rows)
 
+        def unwanted(rows: U32) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = (state.columns.nvme[rows] != NONE) & (state.queued.wanted[rows] == 0)
+            return found
+
+        if self.queued_ahead:  # a read that nobody has begun is worth less than a block that is there
+            owner = self._evictor.make_room_among(key, count, unwanted, asks=asks)
+            self._take_back(key, count - len(owner.free), due_ms)
         for may_go in (later_and_lower, later):  # the only copy of a block last
             owner = self._evictor.make_room_among(key, count, may_go, asks=asks)
             if len(owner.free) >= count:
@@ -151,6 +159,21 @@ class Promoting:
             self._evictor.short[Tier.DRAM, key] = None
         state.counters["evictions_dram_inline"] += max(0, len(owner.free) - before)
         return owner
+
+    def _take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
+        """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first."""
+        queued = [slots for path in self._paths for _, _, slots in path.prefetched]
+        if count <= 0 or not queued:
+            return
+        state, slots = self._state, np.unique(np.concatenate(queued))
+        slots = slots[self._progress[slots] == _PREFETCHED]
+        slots = slots[state.dram.slot_bytes(slots) == np.uint64(key.slot_bytes)]
+        rows = state.dram.row[slots]
+        may_go = state.queued.not_before(due_ms, rows) & (state.waits.waited[rows] == 0)
+        slots, rows = slots[may_go], rows[may_go]
+        wanted_ms = np.where(state.queued.wanted[rows] > 0, state.queued.soonest_ms[rows], NO_DEADLINE_MS)
+        last_first = np.lexsort((state.columns.depth[rows], wanted_ms))[::-1]
+        self.undo(slots[last_first[:count]])
 
     def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:
         """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""

@@ -241,6 +241,8 @@ class Evictor:
         ranking = state.rankings.get(tier)
         if ranking is not None:
             ranking.left(rows)
+        if tier is Tier.HBM:
+            state.queued.left_hbm(rows)
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
         state.counters[f"evictions_{name}"] += len(victims)

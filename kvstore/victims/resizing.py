@@ -78,6 +78,7 @@ def drop_extent(state: StoreState, extent: int) -> None:
         state.drop_copies(tier, sealed, MissCause.DROPPED)
     pool.free(slots[np.isin(pool.states(slots), (SlotState.QUARANTINED, SlotState.DISTRUSTED))])
     state.count_spoiled()
+    state.unmade[extent] = False  # of whoever has its number next nothing is known
     state.extents.remove(extent)
     state.recorder.note(Event.EXTENT_DROPPED, tier, 0, extent)
 

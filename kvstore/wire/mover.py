@@ -2,12 +2,13 @@
 
     daemon → mover   Config {…}   Extent {extent, nbytes} + fd   Slab {extent, number, nbytes, slot_bytes}
                      Drop {tier, extent}   Limit {slabs_bytes}   Moves {MOVE[n]}   Sync {id}
-    mover → daemon   Ready {threads}   SlabOpened {extent, direct}   SlabFailed {extent, text}
-                     SlabLost {extent}   Replies {REPLY[n]}   Synced {id, text}   Notice {text}   Counts {…}
+    mover → daemon   Ready {threads}   SlabOpened {extent, number, direct}   SlabFailed {extent, number, text}
+                     SlabLost {extent, number}   Replies {REPLY[n]}   Synced {id, text}   Notice {text}   Counts {…}
 
 One packet of an AF_UNIX SOCK_SEQPACKET pair is one message. The mover is always started by the daemon of the same
 installation, so there is no version. Numbers are little-endian. Order: an Extent and a Slab come before the first move
-that names them; messages are taken in order, moves end in any order.
+that names them; messages are taken in order, moves end in any order. What is said of a slab names its number too: by
+then its extent may be another slab's, or nobody's.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ _EXTENT = struct.Struct("<HxxxxxxQ")
 _SLAB = struct.Struct("<HBxIQQ")
 _DROP = struct.Struct("<BxH")
 _ID = struct.Struct("<Q")
-_OPENED = struct.Struct("<HBx")
-_FAILED = struct.Struct("<HB")
+_OPENED = struct.Struct("<HBxI")
+_FAILED = struct.Struct("<HBxI")
+_LOST = struct.Struct("<HxxI")
 _SHORT = struct.Struct("<H")
 _COUNTS = struct.Struct("<7Qd")
 
@@ -173,6 +175,7 @@ class SlabOpened:
     """The slab is there; `direct`: past the page cache."""
 
     extent: int
+    number: int
     direct: bool
 
 
@@ -181,6 +184,7 @@ class SlabFailed:
     """The slab is not to be had; one line for people. `exists`: there is a file of it, which could not be opened."""
 
     extent: int
+    number: int
     text: str
     exists: bool = False
 
@@ -190,6 +194,7 @@ class SlabLost:
     """Somebody has deleted the slab's file. The mover ends after it, so that no move is under way in the slab."""
 
     extent: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +282,12 @@ def _pack_report(message: Ready | SlabOpened | SlabFailed | SlabLost | Synced | 
         case Ready():
             return _KIND.pack(Kind.READY) + _SHORT.pack(message.threads)
         case SlabOpened():
-            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct)
+            return _KIND.pack(Kind.SLAB_OPENED) + _OPENED.pack(message.extent, message.direct, message.number)
         case SlabFailed():
-            head = _FAILED.pack(message.extent, message.exists)
+            head = _FAILED.pack(message.extent, message.exists, message.number)
             return _KIND.pack(Kind.SLAB_FAILED) + head + _text(message.text)
         case SlabLost():
-            return _KIND.pack(Kind.SLAB_LOST) + _SHORT.pack(message.extent)
+            return _KIND.pack(Kind.SLAB_LOST) + _LOST.pack(message.extent, message.number)
         case Synced():
             return _KIND.pack(Kind.SYNCED) + _ID.pack(message.id) + _text(message.text)
         case Notice():
@@ -333,13 +338,15 @@ def _parse_report(kind: int, body: bytes) -> Message:
         case Kind.READY:
             return Ready(threads=_SHORT.unpack(body)[0])
         case Kind.SLAB_OPENED:
-            extent, direct = _OPENED.unpack(body)
-            return SlabOpened(extent=extent, direct=bool(direct))
+            extent, direct, number = _OPENED.unpack(body)
+            return SlabOpened(extent=extent, number=number, direct=bool(direct))
         case Kind.SLAB_FAILED:
-            extent, exists = _FAILED.unpack_from(body)
-            return SlabFailed(extent=extent, text=_text_of(body[_FAILED.size :]), exists=bool(exists))
+            extent, exists, number = _FAILED.unpack_from(body)
+            text = _text_of(body[_FAILED.size :])
+            return SlabFailed(extent=extent, number=number, text=text, exists=bool(exists))
         case Kind.SLAB_LOST:
-            return SlabLost(extent=_SHORT.unpack(body)[0])
+            extent, number = _LOST.unpack(body)
+            return SlabLost(extent=extent, number=number)
         case Kind.REPLIES:
             return Replies(records_of(body, REPLY))
         case Kind.SYNCED:

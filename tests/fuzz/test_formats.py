@@ -57,8 +57,8 @@ MOVER_PACKETS = [
     mover_wire.pack(mover_wire.Replies(np.zeros(3, dtype=REPLY))),
     mover_wire.pack(mover_wire.Sync(id=7)),
     mover_wire.pack(mover_wire.Notice(text="ö" * 40)),
-    mover_wire.pack(mover_wire.SlabFailed(extent=3, text="no")),
-    mover_wire.pack(mover_wire.SlabLost(extent=3)),
+    mover_wire.pack(mover_wire.SlabFailed(extent=3, number=1, text="no")),
+    mover_wire.pack(mover_wire.SlabLost(extent=3, number=1)),
 ]
 DESCRIPTOR_PACKETS = [
     descriptors.pack(descriptors.Hello(token=bytes(16), member=1)),

@@ -27,7 +27,7 @@ DEVICE = "cuda:0"
 )
 def test_shards_outlive_their_processes(model: str, hbm: str, dram: str) -> None:
     with short_folder() as folder, service(folder, "--dram", dram) as store:
-        shards_outlive_their_processes(folder, store, DEVICE, model, hbm)
+        shards_outlive_their_processes(store, lambda: worker(folder, store, DEVICE, model, hbm))
 
 
 def test_a_killed_member_ends_the_worker_and_nothing_else() -> None:

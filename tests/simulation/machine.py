@@ -38,7 +38,7 @@ from tiers.nvme.directory import NvmeDirectory
 from tiers.nvme.index import SLOT_REF, NoIndex
 from tiers.nvme.recover import FoundRecords
 from tiers.nvme.scan import keep_known, scan_slabs
-from tiers.nvme.slab import SlabFile, list_slabs, remove_slab
+from tiers.nvme.slab import SlabFile, list_slabs, remove_slabs
 
 __all__ = ["Machine", "recover_on"]
 
@@ -362,8 +362,7 @@ class Machine:
     ) -> FoundPath:
         """What the tables do not know is not believed."""
         if read_index:
-            for slab in slabs:
-                remove_slab(directory.path, slab, directory.disk)
+            remove_slabs(directory.path, slabs, directory.disk)
             slabs = ()
         return FoundPath(directory=directory, plan=plan, slabs=tuple(slabs), find=None, open_index=NoIndex)
 

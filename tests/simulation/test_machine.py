@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.daemon import movers as movers_module
+from kvstore.daemon.nvme import FoundPath
 from kvstore.daemon.outstanding import Outstanding
 from kvstore.daemon.path_resizable import PathResizable
 from kvstore.daemon.slab_answers import SlabAnswers
+from kvstore.errors import KvstoreError
 from kvstore.layout import MOVER_BIT
 from kvstore.mover.process import Mover
 from kvstore.moves import MoveStatus
@@ -21,21 +24,25 @@ from kvstore.tables.slots import SlotPool
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.simulation.clients import Clients
 from tests.simulation.disk import SimDisk
 from tests.simulation.machine import Machine
 from tests.simulation.mover import SimMover
 from tests.simulation.plan import Plan, plan_of
 from tests.simulation.run import Totals, run_seed
 from tests.simulation.scenario import Scenario
-from tests.simulation.shape import Shape, Wrong
+from tests.simulation.shape import SLOT_BYTES, Shape, Wrong
 from tiers.nvme import carry
+from tiers.nvme.capacity import SlabPlan
 from tiers.nvme.cleared import EVERY_NAMESPACE, read_cleared
 from tiers.nvme.directory import NvmeDirectory
-from tiers.nvme.slab import Slab, SlabFile
+from tiers.nvme.index import NoIndex
+from tiers.nvme.slab import Slab, SlabFile, open_slab
 from tiers.nvme.trailer import Trailer
 
 _EACH_PLAN = range(1, 14)
 _STEPS = 1000
+_FOLDER = Path("/sim/nvme")
 
 
 @pytest.mark.parametrize("seed", _EACH_PLAN)
@@ -76,6 +83,54 @@ def test_a_clear_that_a_path_has_not_noted_says_so_and_is_noted_later() -> None:
     for folder in machine.shape.folders:
         assert EVERY_NAMESPACE in read_cleared(Path(folder), machine.disk)
     machine.close()
+
+
+def test_no_power_cut_brings_back_what_a_smaller_path_has_deleted() -> None:
+    """A path that had reached its smaller size was larger than that again after a power cut, until the next start."""
+    machine = Machine(1, Shape())
+    run_until(machine, machine.life.starts[0].loaded.is_set)
+    clients = Clients(machine)
+
+    def filled() -> bool:
+        with contextlib.suppress(KvstoreError):
+            machine.guarded(clients.act)
+        return _slabs_after_cuts(machine.disk) == {3}
+
+    run_until(machine, filled)
+    task = machine.life.loop.create_task(machine.life.resize_path(0, 1))
+    run_until(machine, task.done)
+    assert task.result()
+    assert max(_slabs_after_cuts(machine.disk)) <= 1
+    machine.close()
+
+
+def test_a_start_forgets_slabs_before_it_deletes_them_for_good() -> None:
+    """Killed in between, a start with a smaller size left an index with which no strict recovery would start again."""
+    disk = SimDisk(random.Random(1))
+    for number in (1, 2, 3):
+        open_slab(_FOLDER, number, 8 * SLOT_BYTES, SLOT_BYTES, disk=disk).close()
+    directory = NvmeDirectory(_FOLDER, -1, disk=disk)
+    there: list[int] = []
+
+    class Index(NoIndex):
+        def drop_slab(self, slab: int) -> None:
+            there.append(len(directory.slabs()))
+
+    plan = SlabPlan(slabs=1, slab_bytes=8 * SLOT_BYTES, map_bytes=1 << 20)
+    found = FoundPath(directory=directory, plan=plan, slabs=(), find=None, open_index=Index)
+    found.open(directory.slabs()[:2])
+    assert there == [3, 3]
+    assert _slabs_after_cuts(disk) == {1}
+
+
+def _slabs_after_cuts(disk: SimDisk) -> set[int]:
+    """How many slabs there may be if the power goes now."""
+    counts = set()
+    for seed in range(16):
+        twin = disk.copy(random.Random(seed))
+        twin.power_cut()
+        counts.add(sum("/slab-" in name for name in twin.names))
+    return counts
 
 
 def run_until(machine: Machine, done: Callable[[], bool]) -> None:
@@ -168,8 +223,8 @@ def movers_hold_nothing(patch: pytest.MonkeyPatch) -> None:
 def deleted_slabs_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
     """What goes into a file without a name counts as written."""
 
-    async def deleted(answers: SlabAnswers, directory: NvmeDirectory) -> set[int]:
-        return set()
+    async def deleted(answers: SlabAnswers, directory: NvmeDirectory) -> dict[int, int]:
+        return {}
 
     patch.setattr(Slab, "is_deleted", lambda slab: False)
     patch.setattr(SlabAnswers, "deleted", deleted)

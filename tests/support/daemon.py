@@ -150,8 +150,11 @@ class Service:
         return found
 
     def await_ready(self) -> None:
-        """Returns when a daemon answers that it is ready."""
-        wait_for(f"a ready daemon ({self.tail()})", lambda: self.alive() and self.stats().ready)
+        """Returns when a daemon answers that it is ready. Asking before there is a socket is a tenth of a start."""
+        wait_for(
+            f"a ready daemon ({self.tail()})",
+            lambda: self.alive() and os.path.exists(self.socket) and self.stats().ready,
+        )
         self.describe()
 
     def await_restart(self, old_pid: int) -> int:

@@ -128,14 +128,15 @@ class NvmeTier:
         found = [self._transfer_piece(piece) for piece in cut(moves, 1)]
         return np.concatenate([replies for replies in found if replies is not None])
 
-    def deleted(self) -> list[int]:
-        """Extents whose slab somebody has deleted under us: what is read from it and written to it is in no folder."""
-        found = []
+    def deleted(self) -> dict[int, int]:
+        """Numbers, by extent, of the slabs that somebody has deleted under us: what is read and written there is in no
+        folder."""
+        found = {}
         for extent in tuple(self._slabs):
             with self._files:  # which keeps `drop_slab` from closing it meanwhile
                 slab = self._slabs.get(extent)
                 if slab is not None and slab.is_deleted():
-                    found.append(extent)
+                    found[extent] = slab.file.number
         return found
 
     def sync(self) -> None:

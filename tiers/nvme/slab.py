@@ -28,6 +28,7 @@ __all__ = [
     "list_slabs",
     "open_slab",
     "remove_slab",
+    "remove_slabs",
     "slab_file",
     "slab_name",
     "slots_in",
@@ -194,9 +195,17 @@ def list_slabs(directory: Path, disk: Disk = SYSTEM_DISK) -> list[SlabFile]:
 
 
 def remove_slab(directory: Path, file: SlabFile, disk: Disk = SYSTEM_DISK) -> None:
-    """Deletes a slab's file; none is no error."""
+    """Deletes a slab's file; none is no error. Until `sync_directory` a power cut may bring it back."""
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(directory / file.name)
+
+
+def remove_slabs(directory: Path, files: Sequence[SlabFile], disk: Disk = SYSTEM_DISK) -> None:
+    """Deletes the files of slabs for good: no power cut brings one back. None there is no error. Raises OSError."""
+    for file in files:
+        remove_slab(directory, file, disk)
+    if files:
+        sync_directory(directory, disk)
 
 
 def sync_slabs(directory: Path, disk: Disk = SYSTEM_DISK) -> None:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.engine_adapter.cli.test_generate import generate
+from tests.support.command import kvstore
 from tests.support.daemon import small_config, started
-
-TIMEOUT_S = 60
-
-
-def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def test_a_prompt_is_named_as_for_generate(model_folder: Path, tmp_path: Path) -> None:
@@ -32,7 +25,7 @@ def test_a_prompt_is_named_as_for_generate(model_folder: Path, tmp_path: Path) -
         given = (*common, "--socket", service.socket)
         before = json.loads(kvstore("explain", *given).stdout)
         assert (before["cached_tokens"], before["cause"] != "") == (0, True)
-        done = kvstore("generate", *given, "--max-tokens", "2")
+        done = generate(*given, "--max-tokens", "2")
         assert done.returncode == 0, done.stderr
         after = json.loads(kvstore("explain", *given).stdout)
         pinned = json.loads(kvstore("pin", *given, "--ttl", "90s", "--owner", "me").stdout)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_adapter.serving.test_worker import ready, start
+from tests.support.command import kvstore
 
 TIMEOUT_S = 60
 
@@ -81,15 +82,27 @@ def test_a_worker_and_this_process_answer_alike(model_folder: Path, tmp_path: Pa
         (["--prompt", "x", "--timeout", "nan"], "--timeout is above 0"),
         (["--prompt", "x", "--worker", "none.sock"], "no worker listens on none.sock"),
         (["--prompt", "x", "--worker", "none.sock", "--no-cache"], "belong to the worker"),
-        (
-            ["--prompt", "x", "--model", "MODEL", "--socket", "/nowhere/k.sock"],
-            "no daemon listens on /nowhere/k.sock",
-        ),
-        (["--prompt", "x", "--model", "MODEL", "--temperature", "-1", "--no-cache"], "temperature must be"),
     ],
 )
-def test_bad_input_is_one_clear_line(model_folder: Path, arguments: list[str], problem: str) -> None:
-    done = generate(*[str(model_folder) if item == "MODEL" else item for item in arguments])
+def test_bad_input_is_one_clear_line(arguments: list[str], problem: str) -> None:
+    done = kvstore("generate", *arguments)
+    assert done.returncode == (1 if " listens on " in problem else 2)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert problem in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--socket", "/nowhere/k.sock"], "no daemon listens on /nowhere/k.sock"),
+        (["--temperature", "-1", "--no-cache"], "temperature must be"),
+    ],
+)
+def test_nothing_else_is_said_by_a_process_that_had_a_model(
+    model_folder: Path, arguments: list[str], problem: str
+) -> None:
+    done = generate("--prompt", "x", "--model", str(model_folder), *arguments)
     assert done.returncode == (1 if " listens on " in problem else 2)
     assert done.stderr.count("\n") == 1, done.stderr
     assert problem in done.stderr

@@ -1,7 +1,9 @@
 """The real model from its package: weights as transformers converts them, its tokenizer, its answers."""
 
+import functools
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -43,10 +45,15 @@ def blocks(source: ModelSource) -> PrefixCacheBlocks:
 
 @pytest.mark.slow
 def test_logits_and_tokens_match_transformers_own_conversion(
-    source: ModelSource, loaded: LoadedModel
+    source: ModelSource, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch of one and of eight, cold, in chunks and behind cached prefixes; the q/k permutation above all."""
     transformers = pytest.importorskip("transformers")
+    for name in (
+        "GGUFReader",
+        "get_tensor_name_map",
+    ):  # it reads the file thrice, and asks 400 times for one table
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     folder, name = source.path.parent, source.path.name

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,14 @@ from tests.support.daemon import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 90.0
-PROMPT = [(7 * index + index // 50) % 500 for index in range(700)]
+
+
+def prompt_of(number: int) -> list[int]:
+    """A prompt that shares no block with another's."""
+    return [(number + 7 * index + index // 50) % 500 for index in range(700)]
+
+
+PROMPT = prompt_of(0)
 CACHED = (len(PROMPT) - 1) // 32 * 32
 
 
@@ -76,8 +85,8 @@ class Worker:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         self.members = [int(pid) for pid in children.split()]
 
-    def ask(self, max_tokens: int = 8) -> Result:
-        request = GenerateRequest(id="a", token_ids=PROMPT, max_tokens=max_tokens, ignore_eos=True)
+    def ask(self, prompt: Sequence[int] = PROMPT) -> Result:
+        request = GenerateRequest(id="a", token_ids=tuple(prompt), max_tokens=8, ignore_eos=True)
         with WorkerConnection(self.path, timeout_s=WAIT_S) as connection:
             last = list(connection.ask(request))[-1]
         assert isinstance(last, Result)
@@ -90,8 +99,15 @@ class Worker:
                 if count == 5:
                     os.kill(self.members[0], signal.SIGKILL)
 
+    def forget_what_was_said(self) -> None:
+        """It was about what was done to it before."""
+        assert self.process.stderr is not None
+        fd = self.process.stderr.fileno()
+        while select.select([fd], [], [], 0)[0]:
+            os.read(fd, 65_536)
+
     def kill(self, *pids: int) -> str:
-        """SIGKILL for these, or for all; what the worker said at last."""
+        """SIGKILL for these, or for all; what the worker said since."""
         for pid in pids or (self.process.pid, *self.members):
             os.kill(pid, signal.SIGKILL)
         said: str = self.process.communicate(timeout=WAIT_S)[1]
@@ -119,6 +135,43 @@ def worker(
     finally:
         if running.process.poll() is None:
             running.kill()
+
+
+class Group:
+    """A service, and on it one worker after the other: a test may kill the one that it gets."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self.store = store
+        self._folder = folder
+        self._numbers = itertools.count(1)
+        self._running: Worker | None = None
+
+    def prompt(self) -> list[int]:
+        """One that nobody has asked yet."""
+        return prompt_of(next(self._numbers))
+
+    @contextmanager
+    def worker(self) -> Iterator[Worker]:
+        """The one that runs, or another if it has ended; it may go on for the next test."""
+        if self._running is None or self._running.process.poll() is not None:
+            self._running = Worker(self._folder, self.store, "cpu", "llama-tiny", "16MiB")
+        else:
+            self._running.forget_what_was_said()
+        yield self._running
+
+    def close(self) -> None:
+        if self._running is not None and self._running.process.poll() is None:
+            self._running.kill()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    with tempfile.TemporaryDirectory(prefix="kvt-") as path, service(Path(path)) as store:
+        made = Group(Path(path), store)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def until_saved(store: Path, stepped: Engine | None = None) -> None:
@@ -193,45 +246,49 @@ def test_logits_of_two_devices_are_those_of_one(folder: Path) -> None:
         torch.testing.assert_close(again, one, rtol=1e-4, atol=1e-4)
 
 
-def shards_outlive_their_processes(folder: Path, store: Path, *how: str) -> None:
-    """Killed with -9, all of them, and again with the HBM gone: hits in HBM, then in DRAM, the answer the same."""
-    with worker(folder, store, *how) as first:
-        cold = first.ask()
+def shards_outlive_their_processes(
+    store: Path, start: Callable[[], AbstractContextManager[Worker]], prompt: Sequence[int] = PROMPT
+) -> tuple[Result, Result]:
+    """Killed with -9, all of them, and again with the HBM gone: hits in HBM, then in DRAM, the answer the same.
+
+    The first answers, cold and cached.
+    """
+    with start() as first:
+        cold = first.ask(prompt)
         assert cold.cached_tokens == 0
-        warm = first.ask()  # on a GPU rounding differs between a cold prompt and a cached one
+        warm = first.ask(prompt)  # on a GPU rounding differs between a cold prompt and a cached one
         assert warm.cached_by_tier == {"hbm": CACHED}
         until_saved(store)
         first.kill()
-    with worker(folder, store, *how) as second:
-        after = second.ask()
+    with start() as second:
+        after = second.ask(prompt)
         assert after.cached_by_tier == {"hbm": CACHED}
         second.kill()
     assert release(store) > 0
     wait_for("the keeper to let go", lambda: not shards_kept(store))
-    with worker(folder, store, *how) as third:
-        down = third.ask()
+    with start() as third:
+        down = third.ask(prompt)
     assert down.cached_by_tier == {"dram": CACHED}
     assert warm.token_ids == after.token_ids == down.token_ids
-    if "cpu" in how:
-        assert cold.token_ids == warm.token_ids
+    return cold, warm
 
 
-def test_shards_outlive_their_processes(folder: Path) -> None:
-    with service(folder) as store:
-        shards_outlive_their_processes(folder, store, "cpu")
+def test_shards_outlive_their_processes(group: Group) -> None:
+    cold, warm = shards_outlive_their_processes(group.store, group.worker, group.prompt())
+    assert cold.token_ids == warm.token_ids
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_shard_that_is_not_what_it_was_is_not_used(folder: Path, shard: int) -> None:
+def test_a_shard_that_is_not_what_it_was_is_not_used(group: Group, shard: int) -> None:
     """Each process looks at its own: what the one has is no word on what the other has."""
-    with service(folder) as store:
-        with worker(folder, store) as first:
-            cold = first.ask()
-            until_saved(store)
-            first.kill()
-        spoil(store, shard)
-        with worker(folder, store) as second:
-            again = second.ask()
+    prompt = group.prompt()
+    with group.worker() as first:
+        cold = first.ask(prompt)
+        until_saved(group.store)
+        first.kill()
+    spoil(group.store, shard)
+    with group.worker() as second:
+        again = second.ask(prompt)
     assert again.cached_by_tier == {"dram": CACHED}
     assert again.token_ids == cold.token_ids
 
@@ -260,27 +317,28 @@ def spoil(store: Path, shard: int) -> None:
         memory[100::4096] = bytes(byte ^ 1 for byte in memory[100::4096])
 
 
-def test_a_killed_member_ends_the_worker_and_nothing_else(folder: Path) -> None:
+def test_a_killed_member_ends_the_worker_and_nothing_else(group: Group) -> None:
     """With one line that says so; what was sealed is a hit for the next."""
-    with service(folder) as store:
-        with worker(folder, store) as first:
-            cold = first.ask()
-            said = first.kill(*first.members)
-            assert first.process.returncode == 1
-            assert said.count("\n") == 1, said
-            assert f"process 1 of the model (pid {first.members[0]}) has ended" in said
-        with worker(folder, store) as second:
-            warm = second.ask()
-        assert warm.cached_by_tier == {"hbm": CACHED}
-        assert warm.token_ids == cold.token_ids
-        with connect(store) as client:
-            faults = client.call("CheckIntegrity", pb.CheckIntegrityRequest(), service="admin").faults
+    prompt = group.prompt()
+    with group.worker() as first:
+        cold = first.ask(prompt)
+        assert cold.cached_tokens == 0
+        said = first.kill(*first.members)
+        assert first.process.returncode == 1
+        assert said.count("\n") == 1, said
+        assert f"process 1 of the model (pid {first.members[0]}) has ended" in said
+    with group.worker() as second:
+        warm = second.ask(prompt)
+    assert warm.cached_by_tier == {"hbm": CACHED}
+    assert warm.token_ids == cold.token_ids
+    with connect(group.store) as client:
+        faults = client.call("CheckIntegrity", pb.CheckIntegrityRequest(), service="admin").faults
     assert list(faults) == []
 
 
-def test_a_member_killed_in_a_step_is_one_line_too(folder: Path) -> None:
+def test_a_member_killed_in_a_step_is_one_line_too(group: Group) -> None:
     """What broke was a sum somewhere in the model: nobody wants to read of that."""
-    with service(folder) as store, worker(folder, store) as running:
+    with group.worker() as running:
         with pytest.raises(KvstoreError):
             running.kill_member_in_an_answer()
         said = running.process.communicate(timeout=WAIT_S)[1]
@@ -289,13 +347,14 @@ def test_a_member_killed_in_a_step_is_one_line_too(folder: Path) -> None:
         assert "has ended: the worker ends with it" in line
 
 
-def test_a_signal_to_all_processes_is_the_workers(folder: Path) -> None:
+def test_a_signal_to_all_processes_is_the_workers(group: Group) -> None:
     """As a terminal and a supervisor send it: members that ended at once took the answers under way with them."""
-    with service(folder) as store, worker(folder, store) as running:
-        cold = running.ask()
+    prompt = group.prompt()
+    with group.worker() as running:
+        cold = running.ask(prompt)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(running.members[0], number)
-        assert running.ask().token_ids == cold.token_ids
+        assert running.ask(prompt).token_ids == cold.token_ids
         for pid in (*running.members, running.process.pid):
             os.kill(pid, signal.SIGTERM)
         said = running.process.communicate(timeout=WAIT_S)[1]
@@ -303,24 +362,21 @@ def test_a_signal_to_all_processes_is_the_workers(folder: Path) -> None:
         assert not any(alive(pid) for pid in running.members)
 
 
-def test_members_end_with_their_worker(folder: Path) -> None:
-    with service(folder) as store, worker(folder, store) as running:
-        running.ask()
-        assert running.kill(running.process.pid) == ""
-
-
-def test_a_killed_daemon_is_noticed_by_no_process_of_a_group(folder: Path) -> None:
-    with service(folder) as store, worker(folder, store) as running:
-        cold = running.ask()
-        until_saved(store)
-        with connect(store) as client:
+def test_a_killed_daemon_is_noticed_by_no_process_of_a_group(group: Group) -> None:
+    """And the members end with their worker."""
+    prompt = group.prompt()
+    with group.worker() as running:
+        cold = running.ask(prompt)
+        until_saved(group.store)
+        with connect(group.store) as client:
             os.kill(client.describe().pid, signal.SIGKILL)
-        until_ready(store)
-        warm = running.ask()
+        until_ready(group.store)
+        warm = running.ask(prompt)
         assert warm.token_ids == cold.token_ids
-        running.kill()
-        with worker(folder, store) as second:
-            after = second.ask()
+        running.forget_what_was_said()  # that the daemon was away
+        assert running.kill(running.process.pid) == ""
+    with group.worker() as second:
+        after = second.ask(prompt)
     assert after.cached_by_tier == {"hbm": CACHED}
     assert after.token_ids == cold.token_ids
 
@@ -352,30 +408,30 @@ def until_ready(store: Path) -> None:
         time.sleep(0.05)
 
 
-def test_blocks_that_cannot_be_shared_are_refused(folder: Path) -> None:
+def test_blocks_that_cannot_be_shared_are_refused(group: Group, folder: Path) -> None:
     """A part of a block is whole pages, so that it can be mapped and copied; and nobody is left behind."""
     model = save_folder(folder / "model")  # 8 tokens of it are a page of 4 KiB
-    chosen = options(
-        folder / "k.sock", 2, load_format="auto", model=str(model), block_tokens="8", max_requests="4"
-    )
+    chosen = options(group.store, 2, load_format="auto", model=str(model), block_tokens="8", max_requests="4")
+    before = children()
     with (
-        service(folder),
         pytest.raises(InvalidArgument, match="take larger blocks"),
         open_engine(chosen, lambda _: None),
     ):
         pass
-    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().strip() == ""
+    assert children() == before
 
 
-@pytest.mark.parametrize("point", ["member.opened", "member.asked", "member.joined"])
-def test_a_member_killed_at_its_start_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+def test_a_member_killed_at_its_start_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is: before it joins, before it gives its shard, before anybody knows that it has."""
     with service(folder) as store:
-        monkeypatch.setenv("KVSTORE_FAULT", f"{point}:kill")
-        with pytest.raises(Unavailable, match="process 1 of the model has "), engine(store, 2):
-            pass
+        for point in ("member.opened", "member.asked", "member.joined"):
+            monkeypatch.setenv("KVSTORE_FAULT", f"{point}:kill")
+            with pytest.raises(Unavailable, match="process 1 of the model has "), engine(store, 2):
+                pass
         monkeypatch.delenv("KVSTORE_FAULT")
         with engine(store, 2) as again:
             (answer,) = again.generate([PROMPT], SamplingParams(max_new_tokens=2, ignore_eos=True))

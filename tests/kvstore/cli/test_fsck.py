@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.units import MIB
+from tests.support.command import Done, kvstore
 from tests.support.daemon import small_config, started
 from tests.support.raw_client import SLOT_BYTES, RawClient
 from tiers.nvme.slab import list_slabs
@@ -20,17 +18,8 @@ from tiers.nvme.slab import list_slabs
 BLOCKS = 40
 
 
-def fsck(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore.cli.main", "fsck", *arguments]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**clean, "COLUMNS": "160", **environ},
-    )
+def fsck(*arguments: str, **environ: str) -> Done:
+    return kvstore("fsck", *arguments, COLUMNS="160", **environ)
 
 
 @pytest.fixture(scope="module")

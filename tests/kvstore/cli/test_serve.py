@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,20 +14,7 @@ from kvstore.daemon.machine import check_disks, memory_bytes
 from kvstore.errors import ConfigError
 from kvstore.settings import resolve
 from kvstore.units import GIB, MIB
-
-
-def serve(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-    command = [
-        sys.executable,
-        "-m",
-        "kvstore.cli.main",
-        "serve",
-        "--socket",
-        str(place / "k.sock"),
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+from tests.support.command import kvstore
 
 
 @pytest.mark.parametrize(
@@ -57,7 +42,7 @@ def serve(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], problem: str) -> None:
     """Sizes beyond the machine were found out late or in the terms of the tables; some settings had no flag."""
-    done = serve(tmp_path, *arguments)
+    done = kvstore("serve", "--socket", str(tmp_path / "k.sock"), *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("kvstore: ")
     assert problem in done.stderr

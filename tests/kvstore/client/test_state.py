@@ -246,8 +246,17 @@ def test_decoding_before_any_prompt_asks_for_full_credit() -> None:
     [(0, 0, 0, 0), (16, 16, 4, 4), (4096, 4096, 256, 256), (4096, 200, 72, 256), (4096, 100, 0, 256)],
 )
 def test_the_first_credit_leaves_what_is_cached(pages: int, free: int, first: int, full: int) -> None:
-    targets = Targets.for_pages(pages, free)
+    targets = Targets.for_pages(pages, free, 1 << 20)
     assert (targets.first_credit, targets.credit) == (first, full)
+
+
+@pytest.mark.parametrize(
+    "pages, dram_slots, room",
+    [(408, 128, 16), (408, 1 << 20, 102), (4096, 2048, 256), (1 << 16, 1 << 16, 512)],
+)
+def test_room_in_hand_is_a_part_of_dram(pages: int, dram_slots: int, room: int) -> None:
+    """An engine with 408 pages kept 102 of 128 slots of DRAM in hand, in which nothing could be cached."""
+    assert Targets.for_pages(pages, 0, dram_slots).room == room
 
 
 def test_paused_credit_goes_back() -> None:

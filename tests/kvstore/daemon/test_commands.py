@@ -14,17 +14,16 @@ from rich.console import Console
 from kvstore.cli.status import _render
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.conftest import MemberProcess
+from tests.support.command import Done, kvstore
 from tests.support.daemon import Service, wait_for
 from tests.support.raw_client import RawClient, namespace_parts
 
 Make = Callable[[], RawClient]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> Done:
     """`kvstore` with these arguments, on a terminal of 80 columns."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", *arguments], capture_output=True, text=True, check=False
-    )
+    return kvstore(*arguments, COLUMNS="80")
 
 
 def test_status_shows_what_stats_says(client: Make, service: Service) -> None:
@@ -102,12 +101,19 @@ def test_serve_refuses_in_one_line(service: Service) -> None:
         (("--nvme", "/none/such/place:1GiB"), "does not exist"),
         (("--nvme", "100GiB"), "path:size"),
         (("--socket", "relative.sock"), "absolute"),
-        (("--socket", service.socket), "socket in use"),
     ):
         done = run("serve", *arguments)
         assert done.returncode != 0, arguments
         assert says in done.stderr, done.stderr
         assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_keeper_says_in_one_line_that_its_socket_is_in_use(service: Service) -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", service.socket]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "socket in use" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_describe_gives_the_configuration_back(service: Service) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.config import Durability, Recovery, ServeConfig
@@ -25,22 +28,39 @@ HIT_DRAM, MISS = pb.OUTCOME_HIT_DRAM, pb.OUTCOME_MISS
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A short path of the test's own."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="kv") as name:
         yield Path(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A path that a service has left in order, with twenty blocks."""
+
+    folder: Path
+    hashes: np.ndarray  # type: ignore[type-arg]
+
+    def into(self, place: Path) -> None:
+        """The same path for a service of `place`, as if that had been there before."""
+        shutil.copytree(self.folder, place / "nvme")
+
+
+@pytest.fixture(scope="module")
+def written() -> Iterator[Written]:
+    """Filled once: it is the same for every test that does something to it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kv") as name:
+        hashes = filled(config_of(Path(name)))
+        yield Written(folder=Path(name) / "nvme", hashes=hashes)
 
 
 def config_of(place: Path, **changes: object) -> ServeConfig:
     return replace(small_config(place, nvme_bytes=128 * MIB), **changes)  # type: ignore[arg-type]
 
 
-def filled(config: ServeConfig, end: Callable[[Service], None] = lambda service: None) -> object:
-    """Twenty blocks on disk, after a service that ended as `end` does, or in order; their hashes."""
+def filled(config: ServeConfig) -> np.ndarray:  # type: ignore[type-arg]
+    """Twenty blocks on disk, after a service that ended in order; their hashes."""
     with started(config) as service:
         one, hashes = store(service, range(80))
         one.close()
-        end(service)
     return hashes
 
 
@@ -77,10 +97,10 @@ def test_without_durability_an_end_in_order_leaves_nothing(place: Path) -> None:
     assert disk_blocks(config) == 0
 
 
-def test_no_durability_does_not_delete_what_another_has_kept(place: Path) -> None:
+def test_no_durability_does_not_delete_what_another_has_kept(place: Path, written: Written) -> None:
     """A start with `--durability none` over the slabs of another durability deleted every one of them at once."""
     config = config_of(place)
-    filled(config)
+    written.into(place)
     said = refused(replace(config, durability=Durability.NONE), place)
     (line,) = [line for line in said.splitlines() if "--recovery none" in line]
     assert f"{place / 'nvme'} has slabs (1) that were to outlive a service" in line
@@ -136,10 +156,10 @@ def after_a_power_cut(folder: Path) -> None:
     ],
 )
 def test_strict_names_what_is_damaged_and_quiet_takes_the_rest(
-    place: Path, damage: Callable[[Path], None], says: str, quiet: int | None
+    place: Path, written: Written, damage: Callable[[Path], None], says: str, quiet: int | None
 ) -> None:
     config = config_of(place)
-    filled(config)
+    written.into(place)
     damage(place / "nvme")
     before = {file.name: file.stat().st_size for file in (place / "nvme").rglob("*") if file.is_file()}
     said = refused(replace(config, recovery=Recovery.STRICT), place)
@@ -160,15 +180,15 @@ def test_strict_starts_over_what_is_whole_and_over_nothing(place: Path) -> None:
     assert disk_blocks(config) == 20
 
 
-def test_recovery_none_begins_empty(place: Path) -> None:
+def test_recovery_none_begins_empty(place: Path, written: Written) -> None:
     config = config_of(place)
-    hashes = filled(config)
+    written.into(place)
     empty = replace(config, recovery=Recovery.NONE)
     with started(empty) as service:
         assert on_disk(service) == 0
         assert list_slabs(place / "nvme") == []
         one = RawClient(service.socket).begin()
-        assert read_back(one, hashes) == [MISS] * 20  # type: ignore[arg-type]
+        assert read_back(one, written.hashes) == [MISS] * 20
         one.close()
     assert disk_blocks(config) == 0, "and nothing comes back later"
 
@@ -183,16 +203,18 @@ def test_recovery_none_begins_empty(place: Path) -> None:
         ),
     ],
 )
-def test_a_daemon_that_dies_while_it_finds_its_blocks_finds_them_again(place: Path, point: str) -> None:
+def test_a_daemon_that_dies_while_it_finds_its_blocks_finds_them_again(
+    place: Path, written: Written, point: str
+) -> None:
     """Blocks that had not been entered when the daemon died were lost to it: it took its tables for complete."""
     config = config_of(place)
-    hashes = filled(config)
+    written.into(place)
     service = start(config, place / "log", environ={"KVSTORE_FAULT": f"{point}:kill"})
     try:
         wait_for("all blocks", lambda: on_disk(service) == 20 and service.mover_pids())
         assert "died of signal 9" in (place / "log").read_text()
         one = RawClient(service.socket).begin()
-        assert read_back(one, hashes) == [HIT_DRAM] * 20  # type: ignore[arg-type]
+        assert read_back(one, written.hashes) == [HIT_DRAM] * 20
         assert service.faults() == []
         one.close()
     finally:
@@ -250,9 +272,9 @@ def test_after_a_kill_the_start_looks_closer(place: Path) -> None:
         assert service.faults() == []
 
 
-def test_after_an_end_in_order_it_does_not(place: Path) -> None:
+def test_after_an_end_in_order_it_does_not(place: Path, written: Written) -> None:
     config = config_of(place)
-    filled(config)
+    written.into(place)
     slab = list_slabs(place / "nvme")[0]
     with (place / "nvme" / slab.name).open("r+b") as file:
         file.seek(3 * (SLOT_BYTES + 4096) + SLOT_BYTES)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.daemon.path_slabs import PathSlabs
 from kvstore.wire.packed import MOVE
+from tiers.nvme.slab import SlabFile
 
 
 def test_no_two_extents_are_one_slab() -> None:
@@ -34,3 +35,20 @@ def test_no_two_extents_are_one_slab() -> None:
     assert numbers == {0: 5, 1: 6}
     assert [slab[:2] for slab in sent] == [(0, 5), (1, 6)]
     assert [slab[-1] for slab in sent] == [0, 1], "of which one has a block in it"
+
+
+def test_a_slab_that_could_not_be_opened_is_deleted_at_the_next_try() -> None:
+    """It counted as told for as long as the mover lived, and its file stayed."""
+    sent: list[str] = []
+    link: Any = SimpleNamespace(
+        send_slab=lambda *slab: sent.append(f"slab {slab[1]}"), send_drop=lambda *_: sent.append("drop")
+    )
+    nothing: Any = SimpleNamespace()
+    slabs = PathSlabs(columns=nothing, table=nothing, directory=nothing, index=nothing)
+    file = SlabFile(number=7, slot_bytes=4096, nbytes=1 << 20)
+    slabs.delete(3, file, link)
+    slabs.delete(3, file, link)
+    assert sent == ["slab 7", "drop"]
+    slabs.failed(3, 7)
+    slabs.delete(3, file, link)
+    assert sent == ["slab 7", "drop"] * 2

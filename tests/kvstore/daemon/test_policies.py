@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from kvstore.layout import Tier
 from kvstore.units import MIB
 from tests.kvstore.store_rig import PAGE, Rig, chain
 from tests.kvstore.transfer.conftest import Engine, engine, many, parts
+from tests.support.command import kvstore
 from tests.support.daemon import Service, small_config, started
 
 BLOCKS = 16 * MIB // 16_384
@@ -45,13 +44,13 @@ def test_a_full_tier_goes_by_its_policy_and_status_says_so(service: Service) -> 
         fill(one, range(1, 20))
         assert service.stats().counters["evictions_dram"] > BLOCKS
         assert one.served(one.hashes(many(19, BLOCKS // 8))) == BLOCKS // 8
-    argv = [sys.executable, "-m", "kvstore.cli.main", "status", "--socket", service.socket]
-    tiers = json.loads(subprocess.run([*argv, "--json"], capture_output=True, check=True).stdout)["tiers"]
+    status = ("status", "--socket", service.socket)
+    tiers = json.loads(kvstore(*status, "--json").stdout)["tiers"]
     of_tier = {tier["tier"]: tier for tier in tiers}
     assert [of_tier[name]["policy"] for name in ("hbm", "dram", "nvme")] == ["lru", "auto", "lru"]
     assert of_tier["dram"]["in_charge"] == "lru"  # nothing is learned yet
     assert set(of_tier["dram"]["shadows"]) == {"lru"}
-    shown = subprocess.run(argv, capture_output=True, check=True, text=True).stdout
+    shown = kvstore(*status).stdout
     assert "dram goes by auto, which follows lru" in shown
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from kvstore.errors import ConfigError
 from kvstore.units import GIB, MIB
 from kvstore.wire.v1 import health_pb2, health_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.support.command import kvstore
 from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
 from tests.support.raw_client import RawClient
 
@@ -401,15 +401,8 @@ def _line(log: Path) -> str:
 
 
 def test_commands_say_when_nobody_listens(place: Path) -> None:
-    import sys
-
     for command in (["status"], ["release"], ["status", "--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli.main", *command, "--socket", str(place / "none.sock")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = kvstore(*command, "--socket", str(place / "none.sock"))
         assert done.returncode != 0
         assert done.stderr.count("\n") == 1
         assert "kvstore serve" in done.stderr, done.stderr

@@ -96,7 +96,7 @@ def test_it_says_what_it_is(start: Start) -> None:
     link = start(threads=3)
     messages = wait_for(link, wire.SlabOpened)
     assert wire.Ready(threads=3) in messages
-    assert messages[-1] == wire.SlabOpened(extent=NVME, direct=True)
+    assert messages[-1] == wire.SlabOpened(extent=NVME, number=1, direct=True)
 
 
 def test_a_slab_that_is_not_to_be_had_is_said(start: Start, harness: Harness) -> None:
@@ -231,7 +231,7 @@ def test_a_drop_and_a_new_slab_come_in_their_order(start: Start, harness: Harnes
     link.send_moves(harness.moves_back([3]))
     messages = wait_for(link, wire.Replies)
     assert list(statuses(messages).values()) == [MoveStatus.CORRUPT], "the new slab holds nothing"
-    assert wire.SlabOpened(extent=NVME, direct=True) in messages
+    assert wire.SlabOpened(extent=NVME, number=2, direct=True) in messages
 
 
 def test_reads_are_not_held_back_by_throttled_writes(start: Start, harness: Harness) -> None:

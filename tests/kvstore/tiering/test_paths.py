@@ -74,6 +74,21 @@ def test_a_path_without_any_slab_fails_its_writes() -> None:
     rig.check()
 
 
+def test_whoever_gets_the_number_of_an_extent_that_had_no_slab_has_one() -> None:
+    """What failed in a slab that was loaded under that number counted as not tried: its readers asked for ever."""
+    rig = two_slabs()
+    one = rig.attach()
+    rig.write_through(one, chain(16))
+    rig.write_down()
+    rig.write_through(one, chain(8, seed=1))
+    moves = rig.store.take_moves(0, 8)
+    (extent,) = slabs_of(moves)
+    assert rig.store.paths.slab_failed(extent)
+    rig.done(moves, MoveStatus.IO_ERROR)
+    rig.store.drop_extent(extent)
+    assert not rig.store._state.unmade.any()
+
+
 def test_a_restart_finishes_what_drains_for_want_of_a_slab() -> None:
     rig = two_slabs()
     one = rig.attach()

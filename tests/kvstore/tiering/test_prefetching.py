@@ -324,6 +324,42 @@ def test_what_is_there_for_one_that_lacks_hbm_alone_is_not_pushed_out_for_one_th
     rig.check()
 
 
+def test_reads_that_are_queued_ahead_make_way_for_one_that_has_asked() -> None:
+    """They kept their slots: who asked was begun with what was left, and pushed out what had been read for others."""
+    rig = small(dram=8, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    prefetch(rig, one, chain(6), lease=1, in_ms=100)
+    first = rig.store.take_moves(0, 1000, early=2)
+    assert first["hash"].tolist() == chain(6)[:2].tolist()
+    asked = rig.acquire(one, chain(4, seed=1), lease=2)
+    assert (asked.outcomes == PROMOTING).all()
+    rig.done(first)
+    assert sorted(reads(rig, limit=4)) == sorted(chain(4, seed=1).tolist())
+    assert reads(rig) == chain(4)[2:].tolist()
+    assert kept(rig, one, chain(6)) == 4
+    assert rig.counter("prefetch_wasted_bytes") == 0
+    rig.check()
+
+
+def test_what_a_queued_request_loses_in_hbm_is_read_before_what_others_want_later() -> None:
+    """It was looked at once, when HBM had its blocks: those of requests behind it were read, and made way for it."""
+    rig = small(dram=12, hbm=8, share=1.0)
+    one = rig.attach()
+    on_disk(rig, one, chain(4, seed=1))
+    rig.write_through(one, chain(4))
+    rig.write_down()
+    rig.evict_dram()
+    prefetch(rig, one, chain(4), lease=1, in_ms=100)
+    prefetch(rig, one, chain(4, seed=1), lease=2, in_ms=200)
+    rig.acquire(one, chain(8, seed=2), lease=3)
+    rig.store.take_changed()
+    assert sorted(reads(rig, limit=4)) == sorted(chain(4).tolist())
+    assert sorted(reads(rig)) == sorted(chain(4, seed=1).tolist())
+    rig.check()
+
+
 def test_requests_of_another_slot_size_do_not_wait_for_room_of_this_one() -> None:
     rig = small(dram=0, share=1.0)
     rig.store.add_extent(tier=Tier.HBM, device=0, nbytes=8 * 2 * PAGE, slot_bytes=2 * PAGE)

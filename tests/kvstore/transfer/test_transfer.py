@@ -27,6 +27,7 @@ from kvstore.transfer.restore import Imported, check_file, import_file
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.transfer.conftest import SLOT_BYTES, engine, many, parts
+from tests.support.command import Done, kvstore
 from tests.support.daemon import Service, small_config, started, wait_for
 from tests.support.raw_client import RawClient
 
@@ -212,13 +213,8 @@ def test_what_is_no_export_is_refused_in_one_line(junk: bytes, tmp_path: Path) -
 
 
 def test_commands_say_what_they_did(archive: bytes, target: Service, tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "kvstore.cli.main", *arguments, "--socket", target.socket],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def run(*arguments: str) -> Done:
+        return kvstore(*arguments, "--socket", target.socket)
 
     emptied(target)
     (tmp_path / "m.kvx").write_bytes(archive)

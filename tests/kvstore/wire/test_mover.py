@@ -24,8 +24,9 @@ MESSAGES = [
     wire.Drop(tier=Tier.NVME, extent=9),
     wire.Sync(id=1 << 63),
     wire.Ready(threads=8),
-    wire.SlabOpened(extent=4, direct=True),
-    wire.SlabFailed(extent=4, text="no space", exists=True),
+    wire.SlabOpened(extent=4, number=1 << 31, direct=True),
+    wire.SlabFailed(extent=4, number=7, text="no space", exists=True),
+    wire.SlabLost(extent=65535, number=1 << 31),
     wire.Synced(id=3, text="fdatasync failed"),
     wire.Notice(text="ü"),
     wire.Counts(

@@ -306,12 +306,12 @@ def test_a_sync_fails_where_a_slab_was_deleted(tier: NvmeTier, harness: Harness,
     """The kernel syncs a file without a name as any other, and the tier passed that on as durable."""
     tier.transfer(harness.moves_for([0]))
     tier.sync()
-    assert tier.deleted() == []
+    assert tier.deleted() == {}
     the_slab(tmp_path).unlink()
     for _ in range(2):  # also where nothing was written since
         with pytest.raises(OSError, match="was deleted"):
             tier.sync()
-    assert tier.deleted() == [NVME]
+    assert tier.deleted() == {NVME: 1}
     tier.open_slab(NVME, 1, SLABS, SLOT_BYTES)
     tier.sync()
 
