@@ -354,10 +354,12 @@ class Clients:
             sources = copies["source"].astype(np.uint32)
             found = np.array([self._checksum(target) for _, target in pairs], dtype=np.uint64)
             differs = table.known(sources) & (found != table.of(sources)).any(axis=1)
+            if (differs & ~table.unread(sources)).any():
+                raise Wrong(f"session {client.id} finds blocks wrong that were stored or looked at")
         wrong = [slot for pair, bad in zip(pairs, differs.tolist(), strict=True) if bad for slot in pair]
-        self._step(client, loads=copies[~differs], wrong=copies[differs], released=wrong)
-        for slot in wrong:
+        for slot in wrong:  # used no more, also where the daemon dies before it has heard of it
             client.held.pop(slot, None)
+        self._step(client, loads=copies[~differs], wrong=copies[differs], released=wrong)
         self.machine.counts["differed"] += int(differs.sum())
         for (source, target), bad in zip(pairs, differs.tolist(), strict=True):
             if not bad:  # it is used now
