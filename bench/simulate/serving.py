@@ -2,7 +2,8 @@
 
 A request waits until the store gives it all its slots, has its hits in DRAM copied up, is computed, and decodes; what
 it computed is copied down to DRAM behind it. The GPU computes one prompt after the other; decoding takes time and slots
-and slows nobody. Links and disk have a rate and a queue each. What waits for the disk lets those behind it start.
+and slows nobody. Links and disk have a rate and a queue each. What waits for the disk lets those behind it start, as
+long as fewer than may run wait so.
 """
 
 from __future__ import annotations
@@ -178,10 +179,11 @@ class Serving:
 
     def _start_waiting(self) -> None:
         now_s = self._clock.now_s
-        tried = 0
+        tried = passed_over = 0
         for request in list(self._waiting.values()):
-            if self._running >= self._max_running or tried >= _TRIED_AT_ONCE:
-                break
+            if max(self._running, passed_over) >= self._max_running or tried >= _TRIED_AT_ONCE:
+                break  # as the bundled scheduler: it asks for no more than could run
+            passed_over += 1
             if request.retry_s > now_s:
                 if request.short:
                     break
@@ -191,6 +193,7 @@ class Serving:
             if answer.grant is not None:
                 del self._waiting[request.number]
                 self._running += 1
+                passed_over -= 1
                 self._pace.let_in(now_s, len(self._waiting))
                 self._count_hits(request, answer.grant)
                 self._load(request, answer.grant)
@@ -259,6 +262,7 @@ class Serving:
             if number in self._waiting:
                 self._waiting[number].retry_s = 0.0
         self._start_waiting()
+        self._feed_disk()  # what these wait for: perhaps nothing else happens before it has come
 
     def _store_down(self) -> None:
         """Copies what was computed to DRAM, as far as there is room; what has none while HBM is short is given up."""

@@ -23,7 +23,7 @@ from kvstore.client.memory import DramListener, DramMemory, HbmExtent, HbmMemory
 from kvstore.client.times import PartTimes
 from kvstore.client.trust import first_difference
 from kvstore.errors import DeadlineExceeded, FailedPrecondition, KvstoreError, ResourceExhausted, Unavailable
-from kvstore.layout import ExtentState, SlotState, Tier, states
+from kvstore.layout import SlotState, Tier, states
 from kvstore.wire import descriptors as wire
 from tiers.base import Device, Sharing
 
@@ -61,12 +61,6 @@ class MappedMemory:
             return 0
         slots = self.hbm.slot_of(np.arange(self.hbm.num_pages))
         return int((states(self.tables.columns.pool(Tier.HBM).state[slots]) == SlotState.FREE).sum())
-
-    def dram_slots(self, slot_bytes: int) -> int:
-        """Slots of a size that all of DRAM would have when this was asked. O(extents)."""
-        columns = self.tables.columns
-        there = (columns.extent_tier == Tier.DRAM) & (columns.extent_state != ExtentState.FREE)
-        return int(columns.extent_bytes[there].sum()) // slot_bytes
 
 
 class Descriptors:

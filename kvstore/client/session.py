@@ -40,6 +40,7 @@ from kvstore.geometry import Geometry
 from kvstore.layout import Tier
 from kvstore.match import MatchResult, match
 from kvstore.wire.packed import COPY, SEAL
+from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Session"]
 
@@ -81,12 +82,11 @@ class Session:
         self.compares = compares
         self._timeout_s = timeout_s
         self._closed = False
+        dram_bytes = 0 if targets else _dram_bytes(rpc, timeout_s)  # before there is anything to leave behind
         self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group, use, compares)
         memory = self._attachment.memory
         pages = memory.hbm.num_pages if memory.hbm else 0
-        targets = targets or Targets.for_pages(
-            pages, memory.free_pages(), memory.dram_slots(geometry.slot_bytes)
-        )
+        targets = targets or Targets.for_pages(pages, memory.free_pages(), dram_bytes // geometry.slot_bytes)
         self._state = SessionState(
             memory.tables.columns.shape,
             self._attachment.max_message_blocks,
@@ -409,3 +409,9 @@ class Session:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _dram_bytes(rpc: Rpc, timeout_s: float) -> int:
+    """The size of DRAM, of which a service that has only started has a part by now. Raises KvstoreError."""
+    stats: pb.StatsReply = rpc.call("Stats", pb.StatsRequest(), timeout_s)
+    return next((tier.capacity_bytes for tier in stats.tiers if tier.tier == "dram"), 0)

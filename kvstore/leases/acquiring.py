@@ -99,6 +99,8 @@ class Acquiring:
         waits = (
             served and hits < len(rows) and not request.private_fill and self._waits_at(request, draft, hits)
         )
+        if waits:
+            hits = self._spare_others(request, draft, hits)
         fills = 0 if waits else len(rows) - hits
         reserve = self._give_slots(request, draft, hits, fills, 0 if waits else request.reserve)
         short = self._count(draft)
@@ -254,21 +256,42 @@ class Acquiring:
         state.columns.parent[rows[new]] = parents[new]
         state.link(Tier.HBM, rows[new], draft.hbm[span][new], device)
 
+    def _spare_others(self, request: Request, draft: _Draft, hits: int) -> int:
+        """Of `hits`, those that a request which waits is given: it takes no HBM from what others are queued for.
+
+        It cannot begin, and they could. What DRAM has of it stays there until it asks again.
+        """
+        state, key = self._state, request.session.hbm_key
+        loads = np.flatnonzero(draft.outcomes[:hits] == _HIT_DRAM)
+        if key is None or len(loads) <= len(state.hbm.class_of(key).free):
+            return hits
+        room = self._evictor.unwanted(Tier.HBM, key, len(loads))
+        if len(loads) <= room:
+            return hits
+        at = int(loads[room])
+        self._let_go(request.session, key, draft, at)
+        draft.outcomes[at:hits] = Outcome.LATER
+        return at
+
     def _no_slot(self, request: Request, draft: _Draft, at: int, missing: int) -> None:
         """From the first block that lacks a slot on nothing is given; what this call held for it is let go."""
-        state, session = self._state, request.session
-        key = session.hbm_key
+        key = request.session.hbm_key
         assert key is not None
+        self._let_go(request.session, key, draft, at)
+        draft.outcomes[at:] = Outcome.NO_SLOT
+        self._state.waits.wait_slots(request.session.id, request.lease, key, missing)
+
+    def _let_go(self, session: Session, key: ClassKey, draft: _Draft, at: int) -> None:
+        """From this block on nothing is given."""
+        state = self._state
         owner = state.hbm.class_of(key)
         freed = owner.freed and key in state.waits.slots_wanted()
         for pool, given in ((state.hbm, draft.hbm), (state.dram, draft.dram)):
             slots = given[at:][draft.fresh[at:] & (given[at:] != NONE)]
             pool.unhold(slots[~np.isin(slots, given[:at])], session.holder)
         owner.freed = freed  # for those who wait already; what this call let go is no reason to ask again
-        draft.outcomes[at:] = Outcome.NO_SLOT
         draft.hbm[at:] = NONE
         draft.dram[at:] = NONE
-        state.waits.wait_slots(session.id, request.lease, key, missing)
 
     # -- waiting
 

@@ -4,7 +4,8 @@ It holds nothing and hurts nobody. Slots are those that are free beyond the rese
 has too and that no queued request wants sooner. Together, blocks that were brought up and not asked for yet take at
 most a part of DRAM (`StoreLimits.prefetch_share`): a queue longer than DRAM is brought up as fast as it is used, never
 faster. Each block is brought up once for a request, so whatever goes wrong costs at most one needless read; what it
-had in HBM and lost there while it waits is looked at again, before what others want later.
+had in HBM and lost there while it waits, or what was queued and not begun, is looked at again, before what others want
+later.
 
 Reads are queued a little ahead of the movers alone, so that what is said later can still come sooner. What somebody
 waits for goes before all of them (`kvstore.tiering.promoting`).
@@ -22,7 +23,7 @@ from kvstore.leases.sessions import Session
 from kvstore.moves import U32, U64, Grant, Outcome
 from kvstore.recorder import Event
 from kvstore.state import StoreState
-from kvstore.tables.slots import ClassKey
+from kvstore.tables.slots import ClassKey, SlotClass
 from kvstore.tiering.early import Wish
 from kvstore.tiering.next_turns import ExpectedTurn, NextTurns
 from kvstore.tiering.promoting import Promoting
@@ -247,19 +248,24 @@ class Prefetching:
             return 0
         owner = self._state.dram.class_of(key)
         if key not in self._stuck and len(owner.free) - self._evictor.reserve_of(owner) < count:
-            state = self._state
-
-            def may_go(victims: U32) -> NDArray[np.bool_]:
-                found: NDArray[np.bool_] = state.columns.nvme[victims] != NONE
-                return found & state.queued.not_before(deadline_ms, victims)
-
-            reserve = self._evictor.reserve_of(owner)
-            self._evictor.make_room_among(key, count, may_go, kept_free=reserve)
-            if len(owner.free) <= self._evictor.reserve_of(owner):
-                self._stuck.add(key)
+            self._make_room(owner, count, deadline_ms)
         slots = self._promoting.prefetch(key, rows[:count], deadline_ms, Wish.PREFETCH)
         self._state.counters["prefetches"] += len(slots)
         return len(slots)
+
+    def _make_room(self, owner: SlotClass, count: int, deadline_ms: int) -> None:
+        """Beyond the reserve: of blocks that nobody wants, then of reads that nobody has begun, then of the rest."""
+        state, key = self._state, owner.key
+
+        def may_go(victims: U32) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = state.columns.nvme[victims] != NONE
+            return found & state.queued.not_before(deadline_ms, victims)
+
+        reserve = self._evictor.reserve_of(owner)
+        self._promoting.make_way(key, count, deadline_ms, kept_free=reserve)
+        self._evictor.make_room_among(key, count, may_go, kept_free=reserve)
+        if len(owner.free) <= self._evictor.reserve_of(owner):
+            self._stuck.add(key)
 
     def _has_room(self, key: ClassKey) -> bool:
         """Whether one more block could be begun, as far as can be told in O(1)."""

@@ -21,6 +21,7 @@ from kvstore.tiering.early import Wish
 from kvstore.tiering.health import PathHealth
 from kvstore.tiering.queued import NO_DEADLINE_MS
 from kvstore.victims.evicting import Evictor
+from kvstore.victims.quotas import ANYBODY
 
 __all__ = ["Promoting"]
 
@@ -30,7 +31,8 @@ _PREFETCHED, _DEMANDED, _MOVING = 1, 2, 3
 
 @dataclass(slots=True)
 class _Path:
-    """Queues of one path. Entries are checked when they are taken: a slot that is no longer wanted is passed over."""
+    """Queues of one path. Entries are checked when they are taken: a slot that is no longer wanted, or that
+    another path reads into by now, is passed over."""
 
     up: bool = True
     demanded: deque[U32] = field(default_factory=deque)
@@ -144,13 +146,7 @@ class Promoting:
             found: NDArray[np.bool_] = state.columns.nvme[rows] != NONE
             return found & later(rows)
 
-        def unwanted(rows: U32) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (state.columns.nvme[rows] != NONE) & (state.queued.wanted[rows] == 0)
-            return found
-
-        if self.queued_ahead:  # a read that nobody has begun is worth less than a block that is there
-            owner = self._evictor.make_room_among(key, count, unwanted, asks=asks)
-            self._take_back(key, count - len(owner.free), due_ms)
+        self.make_way(key, count, due_ms, asks=asks)
         for may_go in (later_and_lower, later):  # the only copy of a block last
             owner = self._evictor.make_room_among(key, count, may_go, asks=asks)
             if len(owner.free) >= count:
@@ -160,8 +156,25 @@ class Promoting:
         state.counters["evictions_dram_inline"] += max(0, len(owner.free) - before)
         return owner
 
+    def make_way(
+        self, key: ClassKey, count: int, due_ms: int, *, kept_free: int = 0, asks: int = ANYBODY
+    ) -> None:
+        """As far as prefetches are queued: room, with `kept_free` more, of blocks on disk that nobody wants, then of
+        those reads, which are worth less than a block that is there."""
+        if not self.queued_ahead:
+            return
+        state = self._state
+
+        def unwanted(rows: U32) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = (state.columns.nvme[rows] != NONE) & (state.queued.wanted[rows] == 0)
+            return found
+
+        owner = self._evictor.make_room_among(key, count, unwanted, kept_free=kept_free, asks=asks)
+        self._take_back(key, count + kept_free - len(owner.free), due_ms)
+
     def _take_back(self, key: ClassKey, count: int, due_ms: int) -> None:
-        """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first."""
+        """Undoes up to `count` prefetches that no mover has and nobody wants by then, those needed last first; they are
+        begun again when there is room."""
         queued = [slots for path in self._paths for _, _, slots in path.prefetched]
         if count <= 0 or not queued:
             return
@@ -173,7 +186,14 @@ class Promoting:
         slots, rows = slots[may_go], rows[may_go]
         wanted_ms = np.where(state.queued.wanted[rows] > 0, state.queued.soonest_ms[rows], NO_DEADLINE_MS)
         last_first = np.lexsort((state.columns.depth[rows], wanted_ms))[::-1]
+        state.queued.lost(rows[last_first[:count]])
         self.undo(slots[last_first[:count]])
+        for path in self._paths:  # else they pile up, where a mover never comes to those that are needed last
+            left = [
+                (at, order, part[self._progress[part] == _PREFETCHED]) for at, order, part in path.prefetched
+            ]
+            path.prefetched = [entry for entry in left if len(entry[2])]
+            heapq.heapify(path.prefetched)
 
     def prefetch(self, key: ClassKey, rows: U32, deadline_ms: int, wish: Wish) -> U32:
         """As `promote`, into free slots beyond the reserve only; returns the DRAM slots of those that were queued."""
@@ -285,8 +305,8 @@ class Promoting:
         path = self._paths[number]
         if not path.demanded and not path.prefetched:  # asked after every message
             return NO_SLOTS
-        demanded = self._take_demanded(path, limit)
-        ahead = self._take_ahead(path, min(early, limit - len(demanded)))
+        demanded = self._take_demanded(number, limit)
+        ahead = self._take_ahead(number, min(early, limit - len(demanded)))
         self.queued_ahead -= len(ahead)
         taken = np.concatenate((self._by_place(demanded), self._by_place(ahead)))
         self._progress[taken] = _MOVING
@@ -294,27 +314,33 @@ class Promoting:
         self.queued -= len(taken)
         return taken
 
-    def _take_demanded(self, path: _Path, limit: int) -> U32:
-        taken = NO_SLOTS
+    def _take_demanded(self, number: int, limit: int) -> U32:
+        path, taken = self._paths[number], NO_SLOTS
         while len(taken) < limit and path.demanded:
-            slots = path.demanded.popleft()
-            slots = slots[(self._progress[slots] == _DEMANDED) & ~np.isin(slots, taken)]
+            slots = self._still(number, path.demanded.popleft(), _DEMANDED)
+            slots = slots[~np.isin(slots, taken)]
             room = limit - len(taken)
             if len(slots) > room:
                 path.demanded.appendleft(slots[room:])
             taken = np.concatenate((taken, slots[:room]))
         return taken
 
-    def _take_ahead(self, path: _Path, limit: int) -> U32:
-        taken = NO_SLOTS
+    def _take_ahead(self, number: int, limit: int) -> U32:
+        path, taken = self._paths[number], NO_SLOTS
         while len(taken) < limit and path.prefetched:
             deadline_ms, order, slots = heapq.heappop(path.prefetched)
-            slots = slots[(self._progress[slots] == _PREFETCHED) & ~np.isin(slots, taken)]
+            slots = self._still(number, slots, _PREFETCHED)
+            slots = slots[~np.isin(slots, taken)]
             room = limit - len(taken)
             if len(slots) > room:
                 heapq.heappush(path.prefetched, (deadline_ms, order, slots[room:]))
             taken = np.concatenate((taken, slots[:room]))
         return taken
+
+    def _still(self, number: int, slots: U32, progress: int) -> U32:
+        """Those that this path is to read into: one that was undone since it was queued may be another's."""
+        found: U32 = slots[self._progress[slots] == progress]
+        return found[self._state.dram.held(found, mover_bit(number))]
 
     def _by_place(self, slots: U32) -> U32:
         """Sorted by where storage has their blocks."""

@@ -29,7 +29,7 @@ NO_DEADLINE_MS = (1 << 42) - 1
 """Of a request that did not say: after all that did. Times of the store fit into 42 bits until the year 2109."""
 _LAST = np.uint64(1 << 63)  # above every touch key
 _ALIKE = 16
-"""Requests with the same deadline that are looked at for a block that left HBM."""
+"""Requests with the same deadline that are looked at for a block that was lost."""
 _Key = tuple[int, int]  # session, lease
 _Place = tuple[int, int, int, int]  # QueuedRequest.key
 
@@ -71,7 +71,7 @@ class Queued:
         "_asked",
         "_by_key",
         "_by_root",
-        "_left",
+        "_lost",
         "_order",
         "_per_session",
         "_sorted",
@@ -89,7 +89,7 @@ class Queued:
         self._order = 0
         self._turn = 0
         self._asked: dict[_Key, QueuedRequest] = {}
-        self._left: list[U32] = []
+        self._lost: list[U32] = []
         self.wanted: NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
         """[rows] queued requests that will ask for the row."""
         self.soonest_ms: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
@@ -198,31 +198,31 @@ class Queued:
         """The lease of a session with at least one whose deadline is furthest away."""
         return max(self._by_key[session, lease].key for lease in self._per_session[session])[3]
 
-    def left_hbm(self, rows: U32) -> None:
-        """These blocks are no longer in HBM; prefetch may be through with those that a request wants."""
+    def lost(self, rows: U32) -> None:
+        """HBM has these blocks no more, or they are not read ahead after all; prefetch may be through with them."""
         if self._by_key:
             wanted = rows[self.wanted[rows] > 0]
             if len(wanted):
-                self._left.append(wanted)
+                self._lost.append(wanted)
 
     def look_again(self, depth: U32) -> list[QueuedRequest]:
-        """Requests that have not asked and wanted soonest what left HBM since the last call: they are to be looked at
-        again from the first such block on. `depth` is that column of all rows. O(rows that left).
+        """Requests that have not asked and want soonest what was lost since the last call: they are to be looked at
+        again from the first such block on. `depth` is that column of all rows. O(rows that were lost).
         """
-        if not self._left:
+        if not self._lost:
             return []
-        rows, self._left = np.unique(np.concatenate(self._left)), []
+        rows, self._lost = np.unique(np.concatenate(self._lost)), []
         rows = rows[self.wanted[rows] > 0]
         deadlines_ms, again = self.soonest_ms[rows], []
         for deadline_ms in np.unique(deadlines_ms).tolist():
-            lost = rows[deadlines_ms == deadline_ms]
+            due = rows[deadlines_ms == deadline_ms]
             first = bisect_left(self._sorted, (deadline_ms, 0, 0, 0))
             for place in self._sorted[first : first + _ALIKE]:
                 request = self._by_key[place[2:]]
                 if request.deadline_ms == deadline_ms and not request.asked_ms:
-                    at = depth[lost]
+                    at = depth[due]
                     inside = at < request.looked_at
-                    at = at[inside][request.rows[at[inside]] == lost[inside]]
+                    at = at[inside][request.rows[at[inside]] == due[inside]]
                     if len(at):
                         request.looked_at = int(at.min())
                         again.append(request)

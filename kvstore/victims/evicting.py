@@ -129,12 +129,12 @@ class Evictor:
         owner.exhausted = False
         # So many at a turn: a call that comes meanwhile does not wait for a whole reserve.
         wanted = min(high, free + _TURN_SLOTS)
-        if tier is Tier.DRAM and len(
-            self._state.queued
-        ):  # what is wanted soon is worth more than a free slot
+        if not len(self._state.queued):
+            self._free_up(tier, owner, wanted)
+        elif tier is Tier.DRAM:  # what is wanted soon is worth more than a free slot
             self.make_room_among(key, wanted, lambda rows: self._state.queued.wanted[rows] == 0)
         else:
-            self._free_up(tier, owner, wanted)
+            self._free_up(tier, owner, min(wanted, self.unwanted(tier, key, wanted)))
 
     def reserve_of(self, owner: SlotClass) -> int:
         """Slots that the background keeps free in a class: the high mark."""
@@ -242,7 +242,7 @@ class Evictor:
         if ranking is not None:
             ranking.left(rows)
         if tier is Tier.HBM:
-            state.queued.left_hbm(rows)
+            state.queued.lost(rows)
         ended = state.drop_copies(tier, victims, MissCause.EVICTED)
         name = tier.name.lower()
         state.counters[f"evictions_{name}"] += len(victims)
@@ -376,6 +376,23 @@ class Evictor:
         elif pinned.any():
             good &= ~(pinned & ~lower(columns, pool.tier, rows))
         return good
+
+    def unwanted(self, tier: Tier, key: ClassKey, most: int) -> int:
+        """Slots of a class that are free, or of blocks that may go and no queued request wants; it counts to `most`.
+
+        O(slots of the class).
+        """
+        pool, queued = self._state.pool(tier), self._state.queued
+        owner = pool.class_of(key)
+        count = len(owner.free)
+        for base, size in owner.free.ranges():
+            for first in range(base, base + size, _SAMPLE_SLOTS):
+                if count >= most:
+                    return most
+                slots = np.arange(first, min(first + _SAMPLE_SLOTS, base + size), dtype=np.uint32)
+                slots = slots[self.evictable(pool, slots)]
+                count += int(np.count_nonzero(queued.wanted[pool.row[slots]] == 0))
+        return min(count, most)
 
     # -- extents that change class
 

@@ -284,6 +284,41 @@ def test_dram_hit_gives_the_slot_to_copy_and_the_slot_to_copy_into() -> None:
     rig.check()
 
 
+def test_a_request_that_waits_takes_no_hbm_from_what_another_is_queued_for() -> None:
+    """What DRAM had of a request that had to wait for the disk was given HBM in which another had its blocks. It gave
+    all of that back until the rest came, and the other had to wait for the disk, too."""
+    rig = Rig(hbm=8, limits=StoreLimits(reserve_slots=0, reserve_fraction=0.0))
+    one = rig.attach()
+    rig.write_through(one, chain(6))
+    rig.write_down()
+    rig.evict_hbm()
+    rig.evict_dram()
+    rig.acquire(one, chain(4))
+    rig.done(rig.store.take_moves(0, 100))
+    rig.store.cancel(one, 1)
+    rig.write_through(one, chain(5, seed=1))
+    rig.store.prefetch(
+        now_ms=rig.now_ms,
+        session=one,
+        namespace=rig.namespaces[one],
+        lease=2,
+        hashes=chain(5, seed=1),
+        deadline_ms=0,
+    )
+    waits = rig.acquire(one, chain(6), lease=1)
+    assert waits.outcomes.tolist() == [DRAM] * 3 + [Outcome.LATER] + [Outcome.PROMOTING] * 2
+    assert (waits.hbm_slots[3:] == NONE).all()
+    assert (waits.dram_slots[3:] == NONE).all()
+    rig.check()
+    rig.step(one, hbm=waits.hbm_slots[:3], dram=waits.dram_slots[:3])
+    assert rig.counter("evictions_hbm") == 6, "those above, and no more"
+    rig.store.take_changed()
+    rig.done(rig.store.take_moves(0, 100))
+    assert rig.store.take_changed() == [(one, [1])]
+    assert rig.acquire(one, chain(6), lease=1).outcomes.tolist() == [DRAM] * 6
+    rig.check()
+
+
 def test_a_load_that_is_given_up_wakes_those_who_wait_for_it() -> None:
     rig = Rig()
     one, other = rig.attach(), rig.attach()

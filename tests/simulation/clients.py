@@ -27,6 +27,7 @@ _NO_SUMS = np.empty((0, 2), dtype=np.uint64)
 _NO_SEALS, _NO_COPIES = np.empty(0, dtype=SEAL), np.empty(0, dtype=COPY)
 _GARBAGE = b"\xa5" * SLOT_BYTES
 _TIERS = (Tier.HBM, Tier.DRAM)
+_MOST_QUEUED = 6  # requests of an engine
 Slot = tuple[Tier, int]
 
 
@@ -51,6 +52,8 @@ class Client:
     compares: bool = False
     """It says the checksums of what it stores, and holds what it loads against them."""
     held: dict[Slot, Held] = field(default_factory=dict)
+    queued: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    """Chains that it has announced or asked for and was not given in full, by lease."""
     seen: int = 0
 
     def slots(self, tier: Tier, *, filled: bool) -> list[int]:
@@ -132,16 +135,24 @@ class Clients:
             self._seal(client, chain, first, [(tier, slot) for slot in room], blocks)
 
     def acquire(self, client: Client) -> None:
-        """Asks for a chain and reads what it is given; with HBM, also loads hits and fills what is missing."""
-        chain = self.rng.randrange(CHAINS)
-        hashes = self.hashes[client.which, chain, : self.rng.randrange(1, BLOCKS + 1)]
+        """Asks for a chain and reads what it is given; with HBM, also loads hits and fills what is missing.
+
+        Often for one that it has announced, or that it was not given in full.
+        """
+        if client.queued and self.rng.random() < 0.6:
+            lease, chain, hashes = self.rng.choice(
+                [(lease, chain, hashes) for lease, (chain, hashes) in client.queued.items()]
+            )
+        else:
+            self._lease += 1
+            lease, chain = self._lease, self.rng.randrange(CHAINS)
+            hashes = self.hashes[client.which, chain, : self.rng.randrange(1, BLOCKS + 1)]
         self._grant += 1
-        self._lease += 1
         grant = self.machine.life.store.acquire(
             now_ms=self._now_ms(),
             session=client.id,
             namespace=client.namespace,
-            lease=self._lease,
+            lease=lease,
             hashes=hashes,
             first=0,
             reserve=0,
@@ -149,6 +160,9 @@ class Clients:
             grant_id=self._grant,
         )
         client.seen = self._grant
+        client.queued.pop(lease, None)
+        if not grant.complete and len(client.queued) < _MOST_QUEUED:
+            client.queued[lease] = chain, hashes
         loads, fills = self._take_grant(client, grant, hashes)
         self.machine.life.owner.settle_soon()
         if loads:
@@ -201,21 +215,27 @@ class Clients:
             del client.held[slot]
 
     def prefetch(self, client: Client) -> None:
-        """Has a chain brought up."""
+        """Announces a request for a chain, to be made at some time."""
         self._lease += 1
+        chain, now_ms = self.rng.randrange(CHAINS), self._now_ms()
+        hashes = self.hashes[client.which, chain, : self.rng.randrange(1, BLOCKS + 1)]
         self.machine.life.store.prefetch(
-            now_ms=self._now_ms(),
+            now_ms=now_ms,
             session=client.id,
             namespace=client.namespace,
             lease=self._lease,
-            hashes=self.hashes[client.which, self.rng.randrange(CHAINS)],
-            deadline_ms=0,
+            hashes=hashes,
+            deadline_ms=self.rng.choice((0, now_ms + self.rng.randrange(500))),
         )
+        if len(client.queued) < _MOST_QUEUED:
+            client.queued[self._lease] = chain, hashes
         self.machine.life.owner.settle_soon()
 
     def cancel(self, client: Client) -> None:
-        """Forgets the newest of its leases."""
-        self.machine.life.store.cancel(client.id, self._lease)
+        """Wants one of its requests no more."""
+        lease = self.rng.choice(list(client.queued) or [self._lease])
+        client.queued.pop(lease, None)
+        self.machine.life.store.cancel(client.id, lease)
 
     def leave(self, client: Client) -> None:
         """Its process ends."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from eviction.lru import Lru
+from eviction.reuse_ages import ReuseAges
 from kvstore.daemon.admin import Admin
 from kvstore.daemon.movers import Movers, PathStart
 from kvstore.daemon.nvme import SlabTable
@@ -18,6 +19,7 @@ from kvstore.layout import Tier, open_columns, table_bytes
 from kvstore.mover.link import MoverLink
 from kvstore.moves import StoreLimits
 from kvstore.store import Store
+from kvstore.tiering.next_turns import CLASSES, NextTurns
 from kvstore.wire import mover as wire
 from tests.simulation.loop import SimLoop
 from tests.simulation.memory import SimMemory
@@ -88,6 +90,7 @@ class Life:
                 machine.tables, limits, Lru(), now_ms=machine.now_ms(), fault=machine.store_point
             )
         self.store = store
+        store.prefetching.turns = NextTurns(machine.table_shape.max_rows, ReuseAges(CLASSES, 256))
         columns = open_columns(machine.tables, machine.table_shape)
         self.columns = columns
         tables = Tables(fd=-1, columns=columns, store=store, fresh=fresh)

@@ -64,7 +64,7 @@ _PLANS: dict[str, Plan] = {
         points_between=250,
     ),
     "disks": Plan(shape=Shape(paths=2, slabs=2, dram_extents=4), clears=0.004),
-    "resized": Plan(shape=Shape(dram_extents=2), resizes=0.004, points_between=800),
+    "resized": Plan(shape=Shape(dram_extents=2), resizes=0.004, deletes=0.001, points_between=800),
     "deleted": Plan(shape=Shape(paths=2, slabs=2), deletes=0.002, clears=0.001),
     "unindexed": Plan(
         shape=Shape(durability=Durability.NONE, hbm_slots=0),
@@ -72,7 +72,7 @@ _PLANS: dict[str, Plan] = {
         deaths=((Death.DAEMON, 4.0), (Death.MOVER, 2.0), (Death.EVERYTHING, 1.0), (Death.POWER, 1.0)),
         points_between=150,
     ),
-    "watched": Plan(shape=Shape(), checks=1.0),
+    "watched": Plan(shape=Shape(dram_extents=2, dram_slots=10, slabs=5, slab_slots=24), checks=1.0),
     "comparing": Plan(shape=Shape(flips=0.01, comparing=0.97), clears=0.0, clients=0.3, checks=0.1),
 }
 

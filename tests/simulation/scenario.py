@@ -20,6 +20,7 @@ from kvstore.layout import Tier
 from kvstore.moves import MoveStatus
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.simulation.asked import Clear, Flush, Resize
+from tests.simulation.awaited import check_waits
 from tests.simulation.clients import Clients
 from tests.simulation.disk import PAGE, Odds
 from tests.simulation.life import Life
@@ -125,6 +126,7 @@ class Scenario:
     def check(self) -> None:
         """All of memory, and what was promised, now."""
         check_memory(self.machine.life)
+        check_waits(self.machine.life)
         self.clients.check()
         self._check_promises(places(self.machine.life))
         self._check_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvstore.daemon.path_resizable import PathResizable
 from kvstore.daemon.slab_answers import SlabAnswers
 from kvstore.errors import KvstoreError
 from kvstore.layout import MOVER_BIT
+from kvstore.leases.waiting import Waits
 from kvstore.mover.process import Mover
 from kvstore.moves import MoveStatus
 from kvstore.tables.checksums import Checksums
@@ -239,6 +241,17 @@ def slabs_that_left_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PathResizable, "_delete", delete)
 
 
+def wake_ups_are_missed(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for a block that comes is told of one in two."""
+    real, count = Waits.resolved, itertools.count()
+
+    def resolved(waits: Waits, rows: np.ndarray) -> None:
+        if next(count) % 2:
+            real(waits, rows)
+
+    patch.setattr(Waits, "resolved", resolved)
+
+
 _BROKEN: tuple[tuple[Break, Plan], ...] = (
     (syncs_do_nothing, Plan(shape=Shape())),
     (failed_syncs_count, Plan(shape=Shape(sync_error=0.3))),
@@ -264,6 +277,7 @@ _BROKEN: tuple[tuple[Break, Plan], ...] = (
             shape=Shape(slab_slots=6), resizes=0.02, asides=0.0, points_between=4000, checks=0.1, flushes=0.05
         ),
     ),
+    (wake_ups_are_missed, plan_of(11)[1]),
     (movers_hold_nothing, Plan(shape=Shape(dram_extents=1, dram_slots=12, hang=0.05), clients=0.3)),
 )
 

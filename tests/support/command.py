@@ -1,6 +1,7 @@
 """`kvstore` as a person calls it, within the test's process: one of its own takes as long as its imports do.
 
-What is about the process itself (signals, pipes, deaths, what a start imports) starts one.
+What is about the process itself (signals, pipes, deaths, what a start imports) starts one, and so does a command that
+takes charge of its process as `demo` does: it kills all that its process ever started.
 """
 
 from __future__ import annotations

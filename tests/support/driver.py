@@ -16,7 +16,7 @@ from kvstore.client import Client, Compares, DeviceSpec, Namespace, Session, con
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.blocks import block_bytes, expected
-from tests.support.daemon import DEADLINE_S
+from tests.support.daemon import DEADLINE_S, wait_for
 from tests.support.worker import ALWAYS, BLOCK_TOKENS, PARTS, geometry
 
 __all__ = ["Driver", "attached"]
@@ -94,6 +94,15 @@ class Driver:
             return False
         self.fill(request, len(tokens) - 1)
         return True
+
+    def await_credit(self, pages: int = 1) -> None:
+        """Returns when so many pages are in hand: on a busy machine an engine decodes faster than they come."""
+
+        def there() -> bool:
+            self.blocks.end_step()
+            return self.session.credit_in_hand >= pages
+
+        wait_for(f"{pages} pages in hand", there)
 
     def check(self, request: RequestId, blocks: int) -> None:
         """The first `blocks` pages hold exactly what their hashes say."""

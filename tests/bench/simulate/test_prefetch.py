@@ -14,8 +14,8 @@ BLOCK_TOKENS = 16
 ON, OFF = 0.5, 0.0
 
 
-def documents(count: int, blocks: int, rounds: int, answer_tokens: int, seed: int) -> Trace:
-    """Each is asked once, a minute apart; then all of them at once, so many times over, in some order."""
+def documents(count: int, blocks: int, rounds: int, answer_tokens: int, seed: int | None) -> Trace:
+    """Each is asked once, a minute apart; then all at once, so many times over, in some order; None: in the same."""
     builder, time_ms = TraceBuilder(), 0
 
     def ask(document: int) -> None:
@@ -31,7 +31,7 @@ def documents(count: int, blocks: int, rounds: int, answer_tokens: int, seed: in
         time_ms += 60_000
     order = np.random.default_rng(seed)
     for _ in range(rounds):
-        for document in order.permutation(count).tolist():
+        for document in order.permutation(count).tolist() if seed is not None else range(count):
             ask(document)
     return builder.build("documents", BLOCK_TOKENS, Pacing.TRACE)
 
@@ -81,6 +81,25 @@ def test_what_was_read_ahead_for_one_that_waits_is_not_lost_to_those_behind_it(s
     trace, served_by = documents(16, blocks, 3, 32, seed), model(1e9)
     off, on = (serve(trace, served_by, 300, 4 * blocks, share, 4) for share in (OFF, ON))
     assert seconds(on) * 0.95 <= seconds(off)
+
+
+@pytest.mark.parametrize("answer_tokens, disk_bytes_per_s", [(256, 2e8), (96, 3e8), (32, 5e8), (96, 1e9)])
+def test_a_queue_that_turns_over_dram_and_most_of_hbm_loses_nothing(
+    answer_tokens: int, disk_bytes_per_s: float
+) -> None:
+    """The thrash of `kvstore bench prefetch`. What a queued request had lost in HBM was passed over: what others behind
+    it want was read into the room that it needed. Goodput was 0.92 in the first of these."""
+    blocks = 128
+    trace, served_by = documents(8, blocks, 2, answer_tokens, None), model(disk_bytes_per_s)
+    hbm = 6 * (blocks + answer_tokens // BLOCK_TOKENS + 1)
+    off, on = (serve(trace, served_by, hbm, 2 * blocks, share, 4) for share in (OFF, ON))
+    assert seconds(on) * 0.95 <= seconds(off)
+
+
+def test_a_disk_reads_at_once_what_a_request_asks_for_and_nothing_else_happens() -> None:
+    """It stood still until the request asked again, 5 s later, which is not what a mover does."""
+    trace = documents(2, 32, 1, 4, 1)
+    assert seconds(serve(trace, model(1e9), 64, 40, OFF, 1)) < 0.1
 
 
 def test_waiting_requests_do_not_push_each_others_blocks_out_of_dram() -> None:

@@ -19,6 +19,7 @@ from kvstore.client import connect
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
 from tests.support.driver import Driver, attached
+from tests.support.stalls import Stalls
 from tests.support.worker import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
@@ -90,6 +91,7 @@ def test_generated_tokens_are_cached_with_the_prompt(engine: Driver) -> None:
     engine.admit(request)
     engine.fill(request, 0)
     for token in range(2 * B + 1):
+        engine.await_credit()
         assert engine.decode(request, token)
         engine.blocks.end_step()
     engine.settle()
@@ -356,6 +358,7 @@ def test_no_answer_is_awaited_in_a_decode_step(engine: Driver) -> None:
     before = engine.session.sent_messages
     steps = 6 * B
     for token in range(steps):
+        wait_for("a page in hand", lambda: engine.session.credit_in_hand)
         assert engine.decode(request, token)
         engine.blocks.end_step()
     for name in ("wait", "wait_until"):
@@ -378,15 +381,15 @@ def test_a_stopped_daemon_stalls_no_decoding(own_service: Service) -> None:
         pid = own_service.daemon_pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            slowest, end = 0.0, time.monotonic() + 2.0
-            steps = 0
-            while time.monotonic() < end or steps < 20:
-                began = time.monotonic()
-                assert engine.decode(request, steps)
-                engine.blocks.end_step()
-                slowest = max(slowest, time.monotonic() - began)
-                steps += 1
-                time.sleep(0.04)
+            end, steps = time.monotonic() + 2.0, list[tuple[float, float]]()
+            with Stalls() as stalls:
+                while time.monotonic() < end or len(steps) < 20:
+                    began = time.monotonic()
+                    assert engine.decode(request, len(steps))
+                    engine.blocks.end_step()
+                    steps.append((began, time.monotonic()))
+                    time.sleep(0.04)
+            slowest = max(ended - began - stalls.within(began, ended) for began, ended in steps)
             asked = engine.enqueue("new", prompt(3 * B))
             assert engine.try_admit(asked) is None
         finally:
@@ -412,7 +415,7 @@ def test_a_killed_daemon_is_noticed_by_nobody(own_service: Service) -> None:
         running = engine.enqueue("running", prompt(6 * B))
         engine.admit(running)
         engine.fill(running, 0, 3 * B)
-        engine.blocks.end_step()
+        engine.await_credit(2)
         own_service.kill_daemon()
         engine.fill(running, 3 * B)
         engine.blocks.end_step()

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import kvstore
-
 TIMEOUT_S = 110
 SIZES = ("--dram", "64MiB", "--nvme", "320MiB", "--hbm", "32MiB", "--threads", "1")
 
@@ -102,8 +100,7 @@ def test_every_row_is_a_hit_with_the_same_answer(model_folder: Path, tmp_path: P
 def test_bad_input_is_one_clear_line(
     model_folder: Path, scratch: Path, arguments: list[str], problem: str
 ) -> None:
-    model = ["--model", str(model_folder)] if "--model" not in arguments else []
-    done = kvstore("demo", *model, *arguments, TMPDIR=str(scratch))
+    done = demo(scratch, *(["--model", str(model_folder)] if "--model" not in arguments else []), *arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
     assert problem in done.stderr

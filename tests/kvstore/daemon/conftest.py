@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
+from tests.kvstore.daemon.test_nvme import Written, filled
 from tests.support.daemon import Service, small_config, started, wait_for
 from tests.support.raw_client import RawClient
 
@@ -40,6 +41,14 @@ def disk_service(folder: Path) -> Iterator[Service]:
     """A service of the module's own, with one NVMe path."""
     with started(small_config(folder, nvme_bytes=128 * MIB)) as service:
         yield service
+
+
+@pytest.fixture(scope="session")
+def written() -> Iterator[Written]:
+    """Filled once: it is the same for every test that does something to it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kv") as name:
+        hashes = filled(small_config(Path(name), nvme_bytes=128 * MIB))
+        yield Written(folder=Path(name) / "nvme", hashes=hashes)
 
 
 @pytest.fixture

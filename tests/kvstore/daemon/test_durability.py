@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore.config import Durability, Recovery, ServeConfig
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.daemon.test_commands import run
-from tests.kvstore.daemon.test_nvme import kill_all, read_back, store
+from tests.kvstore.daemon.test_nvme import Written, filled, kill_all, read_back, store
 from tests.support.daemon import DEADLINE_S, Service, small_config, start, started, wait_for
 from tests.support.raw_client import SLOT_BYTES, RawClient
 from tiers.nvme.slab import list_slabs
@@ -32,36 +30,8 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A path that a service has left in order, with twenty blocks."""
-
-    folder: Path
-    hashes: np.ndarray  # type: ignore[type-arg]
-
-    def into(self, place: Path) -> None:
-        """The same path for a service of `place`, as if that had been there before."""
-        shutil.copytree(self.folder, place / "nvme")
-
-
-@pytest.fixture(scope="module")
-def written() -> Iterator[Written]:
-    """Filled once: it is the same for every test that does something to it afterwards."""
-    with tempfile.TemporaryDirectory(prefix="kv") as name:
-        hashes = filled(config_of(Path(name)))
-        yield Written(folder=Path(name) / "nvme", hashes=hashes)
-
-
 def config_of(place: Path, **changes: object) -> ServeConfig:
     return replace(small_config(place, nvme_bytes=128 * MIB), **changes)  # type: ignore[arg-type]
-
-
-def filled(config: ServeConfig) -> np.ndarray:  # type: ignore[type-arg]
-    """Twenty blocks on disk, after a service that ended in order; their hashes."""
-    with started(config) as service:
-        one, hashes = store(service, range(80))
-        one.close()
-    return hashes
 
 
 def on_disk(service: Service) -> int:

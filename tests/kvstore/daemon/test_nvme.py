@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.config import Durability
+from kvstore.config import Durability, ServeConfig
 from kvstore.daemon.nvme import slabs_to_keep
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -81,6 +81,26 @@ def store(service: Service, tokens: range) -> tuple[RawClient, np.ndarray]:  # t
     return one, hashes
 
 
+def filled(config: ServeConfig) -> np.ndarray:  # type: ignore[type-arg]
+    """Twenty blocks on disk, after a service that ended in order; their hashes."""
+    with started(config) as service:
+        one, hashes = store(service, range(80))
+        one.close()
+    return hashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A path that a service has left in order, with twenty blocks."""
+
+    folder: Path
+    hashes: np.ndarray  # type: ignore[type-arg]
+
+    def into(self, place: Path) -> None:
+        """The same path for a service of `place`, as if that had been there before."""
+        shutil.copytree(self.folder, place / "nvme")
+
+
 def read_back(one: RawClient, hashes: np.ndarray) -> list[int]:  # type: ignore[type-arg]
     """Outcomes once nothing is on its way any more."""
     for lease in range(100, 120):
@@ -133,15 +153,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_lost_index_is_rebuilt_from_the_trailers(place: Path) -> None:
+def test_a_lost_index_is_rebuilt_from_the_trailers(place: Path, written: Written) -> None:
     config = small_config(place, nvme_bytes=128 * MIB)
-    with started(config) as service:
-        one, hashes = store(service, range(80))
-        one.close()
+    written.into(place)
     shutil.rmtree(place / "nvme" / "index")
     with started(config) as service:
         other = RawClient(service.socket).begin()
-        assert read_back(other, hashes) == [HIT_DRAM] * 20
+        assert read_back(other, written.hashes) == [HIT_DRAM] * 20
         other.close()
 
 
@@ -198,12 +216,10 @@ def test_a_clear_counts_although_the_clock_was_set_back(place: Path) -> None:
         known(service, 2)  # trailers of 18 blocks that were cleared are there still, and of two written since
 
 
-def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
+def test_damage_on_disk_is_a_miss_and_is_removed(place: Path, written: Written) -> None:
     """Elsewhere a block whose bytes had rotted was served as it was."""
     config = small_config(place, nvme_bytes=128 * MIB)
-    with started(config) as service:
-        one, hashes = store(service, range(80))
-        one.close()
+    written.into(place)
     slab = list_slabs(place / "nvme")[0]
     with (place / "nvme" / slab.name).open("r+b") as file:
         file.seek(3 * (SLOT_BYTES + 4096) + 100)
@@ -212,7 +228,7 @@ def test_damage_on_disk_is_a_miss_and_is_removed(place: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     with started(config) as service:
         other = RawClient(service.socket).begin()
-        outcomes = read_back(other, hashes)
+        outcomes = read_back(other, written.hashes)
         damaged = outcomes.index(MISS)
         assert outcomes[:damaged] == [HIT_DRAM] * damaged
         assert service.stats().counters["checksum_failures"] == 1
@@ -287,11 +303,8 @@ def test_the_tier_evicts_and_keeps_its_capacity(place: Path) -> None:
         one.close()
 
 
-def test_a_smaller_capacity_keeps_what_fits(place: Path) -> None:
-    config = small_config(place, nvme_bytes=128 * MIB)
-    with started(config) as service:
-        one, _hashes = store(service, range(80))
-        one.close()
+def test_a_smaller_capacity_keeps_what_fits(place: Path, written: Written) -> None:
+    written.into(place)
     smaller = small_config(place, nvme_bytes=64 * MIB)
     with started(smaller) as service:
         known(service, 20)

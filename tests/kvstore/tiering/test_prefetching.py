@@ -13,10 +13,10 @@ from tests.kvstore.store_rig import PAGE, Rig, chain
 HBM, DRAM, PROMOTING = Outcome.HIT_HBM, Outcome.HIT_DRAM, Outcome.PROMOTING
 
 
-def on_disk(rig: Rig, session: int, hashes: np.ndarray) -> None:
+def on_disk(rig: Rig, session: int, hashes: np.ndarray, *, path: int = 0) -> None:
     """Brings a prompt to storage and takes it from everywhere else."""
     rig.write_through(session, hashes)
-    rig.write_down()
+    rig.write_down(path=path)
     rig.evict_hbm()
     rig.evict_dram()
 
@@ -56,9 +56,11 @@ def kept(rig: Rig, session: int, hashes: np.ndarray) -> int:
     return explained.blocks_by_tier.get("dram", 0)
 
 
-def small(share: float = 0.5, **sizes: int) -> Rig:
+def small(share: float = 0.5, paths: int = 1, **sizes: int) -> Rig:
     """No reserve, so that every slot counts."""
-    limits = StoreLimits(reserve_slots=0, reserve_fraction=0.0, prefetch_share=share, max_waiting_leases=16)
+    limits = StoreLimits(
+        reserve_slots=0, reserve_fraction=0.0, prefetch_share=share, max_waiting_leases=16, paths=paths
+    )
     return Rig(**({"dram": 16, "nvme": 64, "hbm": 32} | sizes), limits=limits)
 
 
@@ -339,7 +341,74 @@ def test_reads_that_are_queued_ahead_make_way_for_one_that_has_asked() -> None:
     assert sorted(reads(rig, limit=4)) == sorted(chain(4, seed=1).tolist())
     assert reads(rig) == chain(4)[2:].tolist()
     assert kept(rig, one, chain(6)) == 4
+    given = rig.acquire(one, chain(4, seed=1), lease=2)
+    assert given.complete
+    rig.step(one, hbm=given.hbm_slots, dram=given.dram_slots)
+    rig.store.take_changed()
+    assert reads(rig) == chain(6)[4:].tolist()
     assert rig.counter("prefetch_wasted_bytes") == 0
+    rig.check()
+
+
+def test_what_is_wanted_sooner_takes_the_room_of_reads_that_nobody_has_begun() -> None:
+    """It pushed out the first blocks of a request, which had come, while the last of them were still to be read."""
+    rig = small(dram=12, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    assert len(rig.room(one, 4).dram_slots) == 4
+    prefetch(rig, one, chain(6), lease=1, in_ms=200)
+    assert len(reads(rig, limit=2)) == 2
+    prefetch(rig, one, chain(6, seed=1), lease=2, in_ms=100)
+    assert sorted(reads(rig, limit=6)) == sorted(chain(6, seed=1).tolist())
+    assert kept(rig, one, chain(6)) == 2
+    assert rig.counter("prefetch_wasted_bytes") == 0
+    rig.check()
+
+
+def test_the_slot_of_a_read_that_was_undone_may_be_read_into_from_another_disk() -> None:
+    """The first disk's mover still had the slot in its queue: it was told to read the other disk's block, which it does
+    not have, and the slot was held for ever, as the hold was the other's.
+    """
+    for cancelled in (True, False):
+        rig = small(dram=12, nvme=16, share=1.0, paths=2)
+        rig.store.add_extent(tier=Tier.NVME, device=1, nbytes=32 * PAGE)
+        one = rig.attach()
+        for path in range(2):
+            rig.store.take_moves(path, 0)  # it has a mover
+            on_disk(rig, one, chain(8, seed=path), path=path)
+        assert len(rig.room(one, 4).dram_slots) == 4
+        prefetch(rig, one, chain(8), lease=1, in_ms=9000)
+        if cancelled:
+            rig.store.cancel(one, 1)
+        prefetch(rig, one, chain(4, seed=1), lease=2, in_ms=100)
+        rig.store.tick(rig.now_ms)  # else a search that found no room waits for it
+        for path, expected in ((0, [] if cancelled else chain(4)), (1, chain(4, seed=1))):
+            moves = rig.store.take_moves(path, 1000)
+            assert sorted(moves["hash"].tolist()) == sorted(np.array(expected).tolist())
+            rig.done(moves, path=path)
+        assert rig.tier(Tier.DRAM).held_slots == 4, "what the engine has in hand"
+        rig.check()
+
+
+def test_reads_that_make_way_again_and_again_do_not_pile_up() -> None:
+    """What was undone stayed in its mover's queue until that came to it: never, while others are always sooner."""
+    rig = small(dram=8, share=1.0)
+    one = rig.attach()
+    for seed in range(2):
+        on_disk(rig, one, chain(6, seed=seed))
+    prefetch(rig, one, chain(6), lease=1, in_ms=9000)
+    for _ in range(50):
+        assert (rig.acquire(one, chain(4, seed=1), lease=2).outcomes == PROMOTING).all()
+        rig.done(rig.store.take_moves(0, 4))
+        given = rig.acquire(one, chain(4, seed=1), lease=2)
+        assert given.complete
+        rig.step(one, hbm=given.hbm_slots, dram=given.dram_slots)
+        rig.evict_hbm()
+        rig.evict_dram()
+        rig.store.tick(rig.now_ms)
+    (path,) = rig.store._moving.promoting._paths
+    assert sum(len(slots) for _, _, slots in path.prefetched) <= 8
     rig.check()
 
 

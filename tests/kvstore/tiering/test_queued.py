@@ -91,7 +91,7 @@ def test_keys_of_what_is_wanted_are_behind_all_others() -> None:
     assert queued.soonest_ms[4] == NO_DEADLINE_MS
 
 
-def test_who_wants_soonest_what_left_hbm_is_looked_at_again_from_there() -> None:
+def test_who_wants_soonest_what_was_lost_is_looked_at_again_from_there() -> None:
     queued, depth = Queued(ROWS), np.arange(ROWS, dtype=np.uint32) % 8
     put(queued, 1, chain_of(0, 1, 2, 3), 100)
     put(queued, 2, chain_of(0, 1, 10, 11), 200)
@@ -101,10 +101,10 @@ def test_who_wants_soonest_what_left_hbm_is_looked_at_again_from_there() -> None
         assert request is not None
         request.looked_at = 2 if lease == 3 else 3
     queued.ask(0, 3, chain_of(16, 17), words(chain_of(16, 17)), now_ms=50)
-    queued.left_hbm(chain_of(1, 2, 3, 11, 17, 40))
+    queued.lost(chain_of(1, 2, 3, 11, 17, 40))
     assert [(each.lease, each.looked_at) for each in queued.look_again(depth)] == [(1, 1)]
     assert queued.look_again(depth) == []
-    queued.left_hbm(chain_of(10))
+    queued.lost(chain_of(10))
     assert [(each.lease, each.looked_at) for each in queued.look_again(depth)] == [(2, 2)]
     assert queued.faults() == []
 

@@ -20,7 +20,7 @@ from kvstore.moves import Outcome
 from kvstore.transfer.archive import BlockHead, payload_checksum
 from kvstore.transfer.sealer import Sealer
 from tests.support.blocks import block_bytes, expected
-from tests.support.daemon import DEADLINE_S, Service
+from tests.support.daemon import DEADLINE_S, Service, wait_for
 
 SLOT_BYTES = 16_384
 TOKENS = 1  # `opaque_geometry` has blocks of one token
@@ -90,7 +90,14 @@ class Engine:
 
 @contextmanager
 def engine(service: Service, wanted: dict[str, bytes]) -> Iterator[Engine]:
-    """An engine that is attached for the length of the block."""
+    """An engine that is attached for the length of the block. All of DRAM is there: a start adds it bit by bit, and
+    what is stored into a part of it puts out what was stored before."""
+
+    def all_there() -> bool:
+        dram = service.tier("dram")
+        return dram.allocated_bytes + service.config.dram_extent_bytes > dram.capacity_bytes
+
+    wait_for("all of DRAM", all_there)
     with connect(service.socket) as client:
         targets = Targets(credit=0, room=64)
         with client.attach("engine", opaque_geometry(SLOT_BYTES), None, targets=targets) as session:

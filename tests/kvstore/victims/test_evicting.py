@@ -56,6 +56,28 @@ def test_the_background_begins_at_the_low_mark_and_goes_on_to_the_high_one() -> 
     rig.check()
 
 
+def test_the_reserve_of_hbm_is_not_taken_from_what_a_queued_request_wants() -> None:
+    """At each turn of the background a request that waited lost blocks which then had to come from the disk again."""
+    rig = Rig(hbm=8, limits=StoreLimits(reserve_fraction=0.0, reserve_slots=2))
+    one = rig.attach()
+    rig.write_through(one, prompt(1, seed=1))
+    rig.write_through(one, prompt(7))
+    rig.store.prefetch(
+        now_ms=rig.now_ms,
+        session=one,
+        namespace=rig.namespaces[one],
+        lease=2,
+        hashes=prompt(7),
+        deadline_ms=0,
+    )
+    rig.store.tick(rig.now_ms)
+    assert rig.counter("evictions_hbm") == 1, "the block that nobody wants"
+    rig.store.cancel(one, 2)
+    rig.store.tick(rig.now_ms)
+    assert rig.counter("evictions_hbm") == 2
+    rig.check()
+
+
 def test_an_eviction_that_somebody_waits_for_is_counted() -> None:
     rig = Rig(hbm=0, dram=32, nvme=0, limits=StoreLimits(reserve_fraction=0.0, reserve_slots=0))
     one = rig.attach(device=None)
