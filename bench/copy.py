@@ -246,7 +246,7 @@ def _leg(bed: CopyBed, copier: Copier, plan: CopyPlan, way: str, pattern: str, p
         partial(transfer, bed, copier, directions, places),
         partial(bed.raw, directions, places.total_bytes),
     ]
-    has_sums = copier.sums and places.nbytes % _KIB == 0
+    has_sums = copier.takes_sums(places.nbytes)
     if has_sums:
         sides.append(partial(transfer, bed, copier, directions, places, Sums.ASKED))
     if places.nbytes >= _LOOP_FROM_BYTES and pattern != "one":

@@ -23,7 +23,6 @@ from engine_adapter.copying.cuda_driver import SourceOrder
 from engine_adapter.copying.kernel import KernelKind, KernelShape
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import DEFAULT_ROUTES, Lane, Route
-from engine_adapter.copying.sum_kernel import KIB
 from kvstore.errors import ConfigError
 
 __all__ = ["FULL", "LIMITS", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]
@@ -238,7 +237,7 @@ def _cell(
         partial(transfer, bed, copier, WAYS[way], places),
         partial(bed.raw, WAYS[way], places.total_bytes),
     ]
-    if copier.sums and places.nbytes % KIB == 0:
+    if copier.takes_sums(places.nbytes):
         sides.append(partial(transfer, bed, copier, WAYS[way], places, Sums.ASKED))
     ours, raw, *summed = race(rounds, sides)
     return TuneCell(

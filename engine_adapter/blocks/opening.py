@@ -168,7 +168,9 @@ def _attach(plan: StorePlan, client: Client) -> _Opened:
             listener=listener,
             group=plan.group,
             use=plan.use,
-            compares=Compares.LOADS if plan.group is None and copier.sums else Compares.NOTHING,
+            compares=Compares.LOADS
+            if plan.group is None and copier.takes_sums(plan.geometry.slot_bytes)
+            else Compares.NOTHING,
         )
     except BaseException:
         copier.close(plan.timeout_s)

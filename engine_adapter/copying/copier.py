@@ -67,7 +67,7 @@ class CopyBatch:
     """The same blocks by the store's numbers: other processes of a group copy their parts of them."""
     sums: NDArray[np.uint64] | None = None
     """[n, 2] zeros: the copier puts the checksum of each block there, as it was copied, before `done` and the last
-    `group_done`; where it takes none (`sums` of Copier) it leaves them. None: nobody wants them."""
+    `group_done`; where it takes none (`takes_sums`) it leaves them. None: nobody wants them."""
     groups: int = 1
     """Of a load: equal slices of each block, copied one after the other: slice g of all blocks, then slice g + 1."""
     group_done: Callable[[int], None] | None = None
@@ -112,9 +112,8 @@ class CopierStats:
 class Copier(Protocol):
     """Copies batches. `submit` may be called from any thread, also from `done`."""
 
-    @property
-    def sums(self) -> bool:
-        """Whether it takes the checksums that a batch asks for."""
+    def takes_sums(self, nbytes: int) -> bool:
+        """Whether it takes the checksums that a batch asks for, of blocks of this size."""
         ...
 
     def submit(self, batch: CopyBatch) -> bool:
@@ -190,9 +189,9 @@ class TwinCopier:
         self._thread = threading.Thread(target=self._guarded, name="kvstore-copier", daemon=True)
         self._thread.start()
 
-    @property
-    def sums(self) -> bool:
+    def takes_sums(self, nbytes: int) -> bool:
         """See Copier. Not of blocks that are converted: the checksum is of a slot."""
+        del nbytes
         return self._copies == (copy_plain, copy_plain)
 
     def submit(self, batch: CopyBatch) -> bool:

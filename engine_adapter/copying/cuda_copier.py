@@ -67,10 +67,9 @@ class CudaCopier:
             for direction in Direction
         )
 
-    @property
-    def sums(self) -> bool:
+    def takes_sums(self, nbytes: int) -> bool:
         """See Copier."""
-        return all(way.sums for way in self._ways)
+        return all(way.sums.take(nbytes) for way in self._ways)
 
     def register(self, address: int, nbytes: int) -> None:
         """Host memory was mapped that copies will touch: it is pinned ahead of them, or by the first of them."""
@@ -157,6 +156,7 @@ class _Way:
             direction,
             places=limits.flight_portions + 2,
             most_blocks=limits.planned_portions * limits.portion_copies,
+            from_bytes=limits.summed_from_bytes,
             kernel=sums,
         )
         lock = threading.Lock()

@@ -138,26 +138,36 @@ class DeviceSums:
 class Sums:
     """Whether and how the batches of one direction are summed. A device that cannot does not, and the log says so."""
 
-    def __init__(self, made: DeviceSums | None) -> None:
+    def __init__(self, made: DeviceSums | None, from_bytes: int) -> None:
         self._made = made
+        self._from_bytes = from_bytes
 
     @classmethod
     def opened(
-        cls, driver: CudaDriver, direction: Direction, *, places: int, most_blocks: int, kernel: MakesSums
+        cls,
+        driver: CudaDriver,
+        direction: Direction,
+        *,
+        places: int,
+        most_blocks: int,
+        from_bytes: int,
+        kernel: MakesSums,
     ) -> Sums:
-        """Those of a direction."""
+        """Those of a direction, of blocks of at least `from_bytes`."""
+        made = None
         try:
-            return cls(DeviceSums(driver, direction, places=places, most_blocks=most_blocks, kernel=kernel))
+            made = DeviceSums(driver, direction, places=places, most_blocks=most_blocks, kernel=kernel)
         except KvstoreError as error:
             _LOG.warning("checksums are taken by the movers: %s", error)
-            return cls(None)
+        return cls(made, from_bytes)
 
-    def __bool__(self) -> bool:
-        return self._made is not None
+    def take(self, nbytes: int) -> bool:
+        """Whether blocks of this size are summed where that is asked for."""
+        return self._made is not None and nbytes >= self._from_bytes and nbytes % KIB == 0
 
     def of(self, batch: CopyBatch) -> DeviceSums | None:
         """Who sums this batch; None where nobody is to."""
-        wanted = batch.sums is not None and len(batch.sources) and batch.nbytes % KIB == 0
+        wanted = batch.sums is not None and len(batch.sources) and self.take(batch.nbytes)
         return self._made if wanted else None
 
     def close(self) -> None:

@@ -286,10 +286,14 @@ class Engine:
             self._scheduler.restart(live.request)
 
     def _give_up_load(self, request: Request) -> list[Output]:
-        """Its cached prefix does not come: it fails, or, where what came is another, it is computed from the start."""
+        """Its cached prefix does not come: it fails, or, where what came is another, it is computed from the start.
+
+        The latter also where some of its answer is out, as of one that was preempted: none of that is of what came.
+        """
         if request.arriving is None or not request.arriving.differs:
             return [self._fail(self._live[request.id], _not_loaded(request))]
-        self._start_over(request.id)
+        self._settle()
+        self._scheduler.restart(request)
         held, self._held = self._held, []
         return held
 

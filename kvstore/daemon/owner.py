@@ -146,7 +146,12 @@ class Owner:
         self._say_wrong()
 
     def _say_wrong(self) -> None:
-        """A wrong block is the one thing that must never be: somebody has to look at this machine."""
+        """A wrong block is the one thing that must never be: somebody has to look at this machine.
+
+        What storage gave wrong and nobody has used is a line alone, as where a mover finds it.
+        """
+        for block in self.store.watching.take_misread()[:_MAX_WRONG_LINES]:
+            _LOG.warning("block is not what was written", block=block.hash.hex(), where=block.where)
         wrong = self.store.watching.take_wrong()
         for block in wrong[:_MAX_WRONG_LINES]:
             _LOG.error("wrong block", block=block.hash.hex(), where=block.where)

@@ -48,6 +48,7 @@ class Watching:
         "_checking",
         "_condemned",
         "_flights",
+        "_misread",
         "_state",
         "_taken_back",
         "_wrong",
@@ -60,6 +61,7 @@ class Watching:
         self._condemned: list[tuple[U32, U64, U64]] = []
         """Rows that were CLEARED and have copies still, their words since, and before."""
         self._wrong: list[WrongBlock] = []
+        self._misread: list[WrongBlock] = []
         self._taken_back: list[bytes] = []
         state.counters["wrong_blocks"] += 0
         state.counters["canary_blocks"] += 0
@@ -72,6 +74,11 @@ class Watching:
         """Wrong blocks that were found since the last call."""
         wrong, self._wrong = self._wrong, []
         return wrong
+
+    def take_misread(self) -> list[WrongBlock]:
+        """Blocks that storage gave wrong and a load has found, since the last call."""
+        misread, self._misread = self._misread, []
+        return misread
 
     def take_taken_back(self) -> list[bytes]:
         """Hashes of blocks that disks had and nobody is to find again, since the last call: their trailers stay."""
@@ -131,11 +138,13 @@ class Watching:
 
     def differed(self, slots: U32, how: str) -> None:
         """These SEALED DRAM slots do not hold what their checksums are of; `how` that was found, for people."""
+        slots = np.unique(slots)
+        # Once: another may have said it, or the block been taken back, while a mover is at work on it. The checksum
+        # stays, for all who hold the slot and have not compared yet.
+        slots = slots[self._state.table.sealed(self._state.dram.row[slots])]
         if not len(slots):
             return
-        slots = np.unique(slots)
         unread = self._state.checksums.unread(slots)
-        self._state.checksums.forget(slots)
         if unread.any():
             self._read_wrong(slots[unread])
         if not unread.all():
@@ -161,7 +170,9 @@ class Watching:
         rows = state.dram.row[slots]
         state.counters["checksum_failures"] += len(rows)
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            state.recorder.note(Event.WRONG, Tier.NVME, 1, slot, block=state.columns.hash[row].tobytes())
+            block = state.columns.hash[row].tobytes()
+            state.recorder.note(Event.WRONG, Tier.NVME, 1, slot, block=block)
+            self._misread.append(WrongBlock(hash=block, where=self._on_disk(int(state.columns.nvme[row]))))
         busy = busy_rows(state, rows)
         if not busy.all():
             distrust(state, rows[~busy], state.words(rows[~busy]), _READ)
@@ -169,6 +180,14 @@ class Watching:
             before = state.words(rows[busy])
             state.table.clear(rows[busy])
             self._condemned.append((rows[busy], state.words(rows[busy]), before))
+
+    def _on_disk(self, nvme: int) -> str:
+        """Where storage has a block, for people."""
+        if nvme == NONE:
+            return "storage, which has let go of it"
+        pool = self._state.nvme
+        path = int(pool.devices(np.array([nvme], dtype=np.uint32))[0])
+        return f"path {path}, extent {int(pool.extent[nvme])}, slot {nvme}"
 
     def report(self, namespace: int, hashes: U64, detail: str) -> int:
         """Somebody who knows better says that these blocks are wrong: they end in every tier. Returns how many."""

@@ -59,4 +59,4 @@ def test_as_many_as_a_launch_takes(rig: GpuRig) -> None:
 
 def test_the_copier_takes_them(rig: GpuRig) -> None:
     """Else movers would, and nothing would say so but a line in the log."""
-    assert rig.copier.sums
+    assert rig.copier.takes_sums(4 * KIB)

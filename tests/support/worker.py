@@ -91,9 +91,8 @@ class CheckingCopier:
         self._counts = counts
         self._session = session
 
-    @property
-    def sums(self) -> bool:
-        return self._inner.sums
+    def takes_sums(self, nbytes: int) -> bool:
+        return self._inner.takes_sums(nbytes)
 
     def submit(self, batch: CopyBatch) -> bool:
         if batch.direction is Direction.LOAD:

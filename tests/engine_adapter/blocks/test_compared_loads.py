@@ -106,9 +106,12 @@ def test_a_block_that_a_disk_gives_wrong_is_a_miss_and_is_computed(
         assert rig.count("checksum_failures") >= 1
         assert rig.count("wrong_blocks") == 0, "nothing was computed from it"
         assert "are not what was stored" in caplog.text
-        assert "are not what was written" not in rig.service.log.read_text(), (
-            "so says a mover that has looked"
+        log = rig.service.log.read_text()
+        assert "blocks read from" not in log, "so says a mover that has looked"
+        assert "block is not what was written" in log, (
+            "which disk it is can be seen where the disks are looked after"
         )
+        assert "path 0, extent" in log
         assert engine.run("again", PROMPTS[1]).cached_tokens == 10 * B
         engine.await_nothing_used()
 

@@ -31,7 +31,12 @@ U64 = NDArray[np.uint64]
 SEEN_AT = 1 << 56
 """The fake device's name of a pinned address: that address and this."""
 SMALL_LIMITS = CopyLimits(
-    max_blocks=8, portion_bytes=256 << 10, portion_copies=3, flight_bytes=512 << 10, flight_portions=2
+    max_blocks=8,
+    portion_bytes=256 << 10,
+    portion_copies=3,
+    flight_bytes=512 << 10,
+    flight_portions=2,
+    summed_from_bytes=4 << 10,
 )
 KERNEL = KernelShape(kind=KernelKind.THREADS, ctas=2)
 

@@ -111,7 +111,7 @@ def test_a_batch_that_asks_has_the_checksum_of_each_block_before_its_completion(
         done=lambda: (seen.append(sums.copy()), transfer.done.set())[0],
         sums=sums,
     )
-    assert rig.copier.sums
+    assert rig.copier.takes_sums(BLOCK_BYTES)
     assert rig.copier.submit(batch)
     until = time.monotonic() + 30
     while not rig.copier.submit(beside.batch()):  # too many are under way

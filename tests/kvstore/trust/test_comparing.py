@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.client.copied import checksums_of
 from kvstore.layout import Tier
 from kvstore.moves import Grant, MoveKind, MoveStatus, Outcome, StoreLimits
-from tests.kvstore.store_rig import Rig, chain, copies
+from tests.kvstore.store_rig import PAGE, Rig, chain, copies
 
 RIGHT, WRONG = (1, 2), (3, 4)
 
@@ -17,11 +18,12 @@ class Comparing(Rig):
     """A store, an engine that compares what it loads, and movers that say checksums."""
 
     def __init__(self) -> None:
-        super().__init__(rows=256, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0))
+        super().__init__(rows=256, devices=2, limits=StoreLimits(reserve_slots=1, reserve_fraction=0.0))
+        self.store.add_extent(tier=Tier.HBM, device=1, nbytes=16 * PAGE, slot_bytes=PAGE)
         self.engine = self.attach_comparing()
 
-    def attach_comparing(self) -> int:
-        session = self.attach()
+    def attach_comparing(self, device: int = 0) -> int:
+        session = self.attach(device=device)
         self.store.sharing.verifies(session, True)
         return session
 
@@ -58,14 +60,16 @@ class Comparing(Rig):
         self.answer(reads, RIGHT)
         return hashes
 
-    def loaded(self, hashes: NDArray[np.uint64]) -> tuple[Grant, NDArray[np.void]]:
+    def loaded(
+        self, hashes: NDArray[np.uint64], session: int | None = None
+    ) -> tuple[Grant, NDArray[np.void]]:
         """A grant of blocks in DRAM, and the copies that it asks for."""
-        grant = self.acquire(self.engine, hashes)
+        grant = self.acquire(self.engine if session is None else session, hashes)
         assert set(grant.outcomes.tolist()) == {Outcome.HIT_DRAM}
         return grant, copies(grant.dram_slots, grant.dram_generations, grant.hbm_slots, grant.hbm_generations)
 
-    def give_back(self, grant: Grant) -> None:
-        self.step(self.engine, hbm=grant.hbm_slots, dram=grant.dram_slots)
+    def give_back(self, grant: Grant, session: int | None = None) -> None:
+        self.step(self.engine if session is None else session, hbm=grant.hbm_slots, dram=grant.dram_slots)
 
 
 @pytest.fixture
@@ -224,3 +228,49 @@ def test_a_restart_forgets_neither_checksums_nor_what_nobody_looked_at(rig: Comp
     grant, _ = rig.loaded(hashes)
     assert rig.store._state.checksums.of(grant.dram_slots).tolist() == [list(RIGHT)]
     rig.check()
+
+
+def test_who_was_given_a_block_before_another_found_it_wrong_has_its_checksum_still(rig: Comparing) -> None:
+    """It was forgotten with the first word against the block, so that the second engine compared it with nothing."""
+    hashes = rig.promoted()
+    second = rig.attach_comparing(device=1)
+    grant, loads = rig.loaded(hashes)
+    later, other_loads = rig.loaded(hashes, second)
+    rig.step(rig.engine, wrong_loads=loads)
+    assert checksums_of(rig.store._state.columns, later.dram_slots).tolist() == [list(RIGHT)]
+    rig.step(second, wrong_loads=other_loads)
+    assert rig.counter("checksum_failures") == 1, "it is one block"
+    assert [each.where for each in rig.store.watching.take_misread()] == ["path 0, extent 2, slot 0"]
+    rig.give_back(grant)
+    rig.give_back(later, second)
+    rig.check()
+    assert rig.tier(Tier.DRAM).sealed_slots == rig.tier(Tier.NVME).sealed_slots == 0
+    assert rig.tier(Tier.HBM).held_slots == 0
+
+
+@pytest.mark.parametrize("said", ["by another load", "by a report"])
+def test_a_block_that_was_taken_back_while_it_is_written_does_not_end_twice(
+    rig: Comparing, said: str
+) -> None:
+    """Its row was freed twice, and so would have been given to two blocks."""
+    hashes = chain(2)
+    rig.write_through(rig.engine, hashes, np.full((2, 2), RIGHT, dtype=np.uint64))
+    writes = rig.moves(MoveKind.WRITE)
+    rig.evict_hbm()
+    second = rig.attach_comparing(device=1)
+    grant, loads = rig.loaded(hashes)
+    later, other_loads = rig.loaded(hashes, second)
+    if said == "by a report":
+        rig.store.watching.report(rig.namespaces[rig.engine], hashes[:1], "computed otherwise")
+    else:
+        rig.step(rig.engine, wrong_loads=loads)
+    rig.step(second, wrong_loads=other_loads)
+    rig.check()
+    assert rig.counter("wrong_blocks") == (1 if said == "by a report" else 2)
+    rig.give_back(grant)
+    rig.give_back(later, second)
+    rig.answer(writes, WRONG)
+    rig.store.tick(rig.now_ms)
+    rig.check()
+    for tier in (Tier.HBM, Tier.DRAM, Tier.NVME):
+        assert rig.tier(tier).sealed_slots == 0
