@@ -54,12 +54,17 @@ class Client:
     held: dict[Slot, Held] = field(default_factory=dict)
     queued: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     """Chains that it has announced or asked for and was not given in full, by lease."""
+    loads: list[tuple[Slot, Slot]] = field(default_factory=list)
+    """(from, to) that it was given and has not copied yet."""
     seen: int = 0
 
     def slots(self, tier: Tier, *, filled: bool) -> list[int]:
         """Its slots of a tier that hold a block, or that it may fill."""
+        loading = {target for _, target in self.loads}
         return [
-            slot for (of, slot), held in self.held.items() if of is tier and (held.key is not None) is filled
+            slot[1]
+            for slot, held in self.held.items()
+            if slot[0] is tier and (held.key is not None) is filled and slot not in loading
         ]
 
 
@@ -93,6 +98,9 @@ class Clients:
             self.attach()
             return
         client = self.rng.choice(list(self.all.values()))
+        if client.loads and self.rng.random() < 0.5:
+            self.load(client)
+            return
         acts = (self.fill, self.acquire, self.copy_down, self.release, self.prefetch, self.cancel, self.leave)
         weights = (8, 5, 0, 6, 2, 1, 0.3) if client.device is None else (2, 6, 5, 6, 2, 1, 0.3)
         self.rng.choices(acts, weights)[0](client)
@@ -105,7 +113,7 @@ class Clients:
         device = 0 if self.machine.shape.hbm_slots and self.rng.random() < 0.4 else None
         compares = bool(self.machine.shape.comparing) and self.rng.random() < self.machine.shape.comparing
         if compares:
-            device = 0
+            device = self.rng.randrange(self.machine.shape.devices)
         session = store.attach(
             now_ms=self._now_ms(),
             name="sim",
@@ -165,7 +173,9 @@ class Clients:
             client.queued[lease] = chain, hashes
         loads, fills = self._take_grant(client, grant, hashes)
         self.machine.life.owner.settle_soon()
-        if loads:
+        if client.compares and self.rng.random() < 0.5:
+            client.loads += loads  # others may find some of it wrong before it looks
+        elif loads:
             self._copy(client, loads)
         if fills and self.rng.random() < 0.8:
             count = self.rng.randrange(1, len(fills) + 1)
@@ -194,6 +204,13 @@ class Clients:
                 fills.append((at, hbm))
         return loads, fills
 
+    def load(self, client: Client) -> None:
+        """Copies what it was given some time ago, as far as it has that still."""
+        loads = [pair for pair in client.loads if all(slot in client.held for slot in pair)]
+        client.loads = []
+        if loads:
+            self._copy(client, loads)
+
     def copy_down(self, client: Client) -> None:
         """Copies some of its blocks from HBM into room."""
         filled = client.slots(Tier.HBM, filled=True)
@@ -209,7 +226,9 @@ class Clients:
 
     def release(self, client: Client) -> None:
         """Lets go of some of what it holds, also of what it was filling."""
-        slots = self.rng.sample(sorted(client.held), self.rng.randrange(len(client.held) + 1))
+        copying = {slot for pair in client.loads for slot in pair}
+        idle = sorted(client.held.keys() - copying)
+        slots = self.rng.sample(idle, self.rng.randrange(len(idle) + 1))
         self._step(client, released=slots)
         for slot in slots:
             del client.held[slot]
