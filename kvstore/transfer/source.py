@@ -163,10 +163,10 @@ class Source:
     def _compare(
         self, slots: NDArray[np.uint32], payloads: NDArray[np.uint8], good: NDArray[np.bool_]
     ) -> None:
-        """Of the copies that are `good` [n] those that a mover has read without looking at them: whether they are."""
+        """Of the copies that are `good` [n], those of a known checksum: whether they are what was stored."""
         copied = np.flatnonzero(good)
         table = Checksums(self._columns)
-        for at in copied[table.unread(slots[copied])].tolist():
+        for at in copied[table.known(slots[copied])].tolist():
             good[at] = table.of(slots[at : at + 1]).tobytes() == checksum(payloads[at].data)
 
     def _of_size(self, pool: PoolColumns, slots: NDArray[np.uint32]) -> NDArray[np.bool_]:
