@@ -425,3 +425,41 @@ def test_a_long_batch_is_summed_portion_by_portion() -> None:
         assert sum(driver_of(rig).sums) == 40
         assert max(driver_of(rig).sums) <= SMALL_LIMITS.portion_copies
         assert (sums == checksums_at(rows(blocks[order]), 16 * KIB)).all()
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("nbytes", [16 * KIB, 256 * KIB])
+def test_blocks_are_whole_with_the_portion_that_brings_their_last_bytes(
+    direction: Direction, groups: int, nbytes: int
+) -> None:
+    """Not in the order of the batch where some are copied as runs, or staged; a block that is summed before it has come
+    would be called wrong, and thrown away."""
+    count = 60
+    driver = FakeDriver()
+    copier = CudaCopier(0, driver=driver, kernel=FakeKernel, sums=FakeSums)
+    rig, blocks = HostRig(copier), np.zeros((count + 1, nbytes), dtype=np.uint8)
+    source, target = sides(rig, direction, blocks)
+    for seed in range(8):
+        order = some_in_runs(count, seed)
+        batch = batch_of(direction, scattered(source, order), scattered(target, order), print)
+        batch = replace(batch, groups=groups if direction is Direction.LOAD else 1)
+        starts = np.sort(batch.targets)
+        came, told = np.zeros(count + 1, dtype=np.int64), []
+        for portion in copier._ways[direction].planner.portions(batch, 8 * nbytes):
+            first = np.searchsorted(starts, portion.pieces.targets, side="right") - 1
+            for at, size in zip(first.tolist(), portion.pieces.sizes.tolist(), strict=True):
+                came[at : at + -(-size // nbytes)] += min(size, nbytes)
+            told += portion.whole
+            at = np.searchsorted(starts, batch.targets[portion.whole.start : portion.whole.stop])
+            assert (came[at] == nbytes).all()
+        assert sorted(told) == list(range(len(order)))
+    copier.close(5)
+
+
+def some_in_runs(count: int, seed: int) -> NDArray[np.intp]:
+    """Blocks of which some are neighbours, in runs of many lengths, in any order of the runs; never the last one."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.choice(np.arange(1, count), size=rng.integers(1, 9), replace=False))
+    parts = np.split(np.arange(count), cuts)
+    return np.concatenate([parts[at] for at in rng.permutation(len(parts))])
