@@ -77,14 +77,17 @@ def differing(found: U64, expected: U64) -> NDArray[np.bool_]:
 
 
 def put_copies(step: pb.Step, loads: Records, stores: Records) -> None:
-    """Writes COPIED[] into a message."""
-    loads, stores = widened(loads), widened(stores)
-    differs = loads["differs"] != 0
-    step.loads = _copies(loads[~differs])
-    step.wrong_loads = _copies(loads[differs])
-    step.stores = _copies(stores)
-    if stores["checksum"].any():
-        step.store_checksums = stores["checksum"].tobytes()
+    """Writes COPY[] or COPIED[] into a message."""
+    if len(loads):  # a step of decoding has mostly neither
+        loads = widened(loads)
+        differs = loads["differs"] != 0
+        step.loads = _copies(loads[~differs])
+        step.wrong_loads = _copies(loads[differs])
+    if len(stores):
+        stores = widened(stores)
+        step.stores = _copies(stores)
+        if stores["checksum"].any():
+            step.store_checksums = stores["checksum"].tobytes()
 
 
 def _copies(records: Records) -> bytes:
