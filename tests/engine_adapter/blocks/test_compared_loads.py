@@ -108,7 +108,7 @@ def test_a_block_that_a_disk_gives_wrong_is_a_miss_and_is_computed(
         assert "are not what was stored" in caplog.text
         log = rig.service.log.read_text()
         assert "blocks read from" not in log, "so says a mover that has looked"
-        assert "block is not what was written" in log, (
+        assert "blocks are not what was written" in log, (
             "which disk it is can be seen where the disks are looked after"
         )
         assert "path 0, extent" in log
