@@ -151,7 +151,9 @@ class Watching:
             self._changed(slots[~unread], how)
 
     def loads_differed(self, slots: U32) -> None:
-        """As `differed`, by the word of a session that has loaded them."""
+        """As `differed`, by the word of a session that has loaded them. Mostly none."""
+        if not len(slots):
+            return
         self.differed(slots, "its load found other bytes than were stored")
 
     def _changed(self, slots: U32, how: str) -> None:
