@@ -3,9 +3,10 @@
 Each direction and both at once, by block size; scattered blocks, pages (small blocks that are neighbours on the host
 alone), runs of eight neighbours, and one block alone, which shows what a batch costs before and after its bytes. Beside
 it, in this process and in turns, one raw copy of as many bytes, and a loop of one call a block where blocks are so
-large that a loop in Python says something. Times run from the call of `submit` to the call of `done`, and for a raw
-copy until the thread that issued it has seen its end. Medians over all rounds but a first one, which is not counted;
-ratios are of each round. One GB is 10^9 bytes. Without a CUDA device: the twin's copier over host memory.
+large that a loop in Python says something. "Summed" is the same with the checksum of each block, as engines copy whose
+loads are compared; pairs are with the copy without. Times run from the call of `submit` to the call of `done`, and for
+a raw copy until the thread that issued it has seen its end. Medians over all rounds but a first one, which is not
+counted; ratios are of each round. One GB is 10^9 bytes. Without a CUDA device: the twin's copier over host memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,7 @@ __all__ = [
     "CopyLeg",
     "CopyPlan",
     "CopyResult",
+    "Sums",
     "bound",
     "default_plan",
     "figures",
@@ -105,6 +108,10 @@ class CopyLeg:
     """Median over the rounds of raw time / our time."""
     beyond_raw_us: float
     """Median over the rounds of our time - raw time."""
+    summed_ratio: float | None
+    """Median over the rounds of our time / our time with checksums; None where this copier takes none."""
+    summed_beyond_us: float | None
+    """Median over the rounds of our time with checksums - our time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +147,14 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
         found.append(Figure(name=name, value=leg["gb_per_s"], unit="GB/s", larger_is_better=True))
         if leg["pattern"] == "one":
             found.append(Figure(name=f"{name}, beyond raw", value=leg["beyond_raw_us"], unit="µs"))
+        if leg.get("summed_ratio") is not None:  # results of before lack it
+            found.append(
+                Figure(
+                    name=f"{name}, summed / not", value=leg["summed_ratio"], unit="", larger_is_better=True
+                )
+            )
+            if leg["pattern"] == "one":
+                found.append(Figure(name=f"{name}, summed", value=leg["summed_beyond_us"], unit="µs"))
         stated = result["device"] != HOST_NAME and leg["pattern"] != "one"
         must = bound(leg["way"], leg["block_bytes"]) if stated else None
         found.append(
@@ -167,7 +182,20 @@ def measure(plan: CopyPlan, say: Callable[[str], None]) -> CopyResult:
         return CopyResult(device=bed.name, nbytes=plan.nbytes, legs=legs)
 
 
-def transfer(bed: CopyBed, copier: Copier, directions: Sequence[Direction], places: Places) -> float:
+class Sums(Enum):
+    """Whether a copy takes checksums."""
+
+    NONE = "none"
+    ASKED = "asked"
+
+
+def transfer(
+    bed: CopyBed,
+    copier: Copier,
+    directions: Sequence[Direction],
+    places: Places,
+    sums: Sums = Sums.NONE,
+) -> float:
     """Copies blocks each way and waits until all have arrived; when the last did, of time.perf_counter.
 
     Raises: DeadlineExceeded.
@@ -187,6 +215,7 @@ def transfer(bed: CopyBed, copier: Copier, directions: Sequence[Direction], plac
             targets=places.targets(direction) + np.uint64(area.target),
             nbytes=places.nbytes,
             done=arrived,
+            sums=np.zeros((len(places), 2), dtype=np.uint64) if sums is Sums.ASKED else None,
         )
         taken = copier.submit(batch)
         assert taken, "an idle copier takes any batch"
@@ -217,19 +246,25 @@ def _leg(bed: CopyBed, copier: Copier, plan: CopyPlan, way: str, pattern: str, p
         partial(transfer, bed, copier, directions, places),
         partial(bed.raw, directions, places.total_bytes),
     ]
+    has_sums = copier.takes_sums(places.nbytes)
+    if has_sums:
+        sides.append(partial(transfer, bed, copier, directions, places, Sums.ASKED))
     if places.nbytes >= _LOOP_FROM_BYTES and pattern != "one":
         sides.append(partial(bed.loop, directions, places))
-    ours, raw, *loop = race(plan.rounds * (_ONE_ROUNDS if pattern == "one" else 1), sides)
+    ours, raw, *others = race(plan.rounds * (_ONE_ROUNDS if pattern == "one" else 1), sides)
     pairs = list(zip(ours, raw, strict=True))
+    summed = list(zip(ours, others.pop(0), strict=True)) if has_sums else []
     return CopyLeg(
         way=way,
         pattern=pattern,
         block_bytes=places.nbytes,
         gb_per_s=moved / median(ours) / 1e9,
         raw_gb_per_s=moved / median(raw) / 1e9,
-        loop_gb_per_s=moved / median(loop[0]) / 1e9 if loop else None,
+        loop_gb_per_s=moved / median(others[0]) / 1e9 if others else None,
         ratio=median([theirs / own for own, theirs in pairs]),
         beyond_raw_us=median([own - theirs for own, theirs in pairs]) * 1e6,
+        summed_ratio=median([own / longer for own, longer in summed]) if summed else None,
+        summed_beyond_us=median([longer - own for own, longer in summed]) * 1e6 if summed else None,
     )
 
 

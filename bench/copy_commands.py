@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -24,6 +24,7 @@ from bench.output import (
     progress,
 )
 from bench.report import write_result
+from kvstore.errors import ConfigError
 
 __all__ = ["copy", "interference"]
 
@@ -37,15 +38,21 @@ def copy(
     tune: Annotated[
         bool, typer.Option("--tune", help="Try every way of copying small blocks instead, on a CUDA device.")
     ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="With --tune: this way alone; more than one.")
+    ] = None,
 ) -> None:
     """How fast the copier moves blocks between HBM and DRAM, beside raw copies of the same bytes."""
+    if only and not tune:
+        raise ConfigError("--only names what --tune tries: give both")
     if not tune:
         with progress() as say:
             result = asdict(copy_bench.measure(copy_bench.default_plan(short=short), say))
         finish("copy", result, copy_bench.figures, as_json=as_json, save=save, out=out)
         return
     with progress() as say:
-        cells = copy_tune.tune(copy_tune.SHORT if short else copy_tune.FULL, say)
+        plan = replace(copy_tune.SHORT if short else copy_tune.FULL, names=tuple(only or ()))
+        cells = copy_tune.tune(plan, say)
     tried = {"cells": [asdict(cell) for cell in cells]}
     if as_json:
         print(json.dumps(tried))

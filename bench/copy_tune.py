@@ -2,18 +2,19 @@
 
 What it prints decides `engine_adapter/copying/routes.py` and the limits of `engine_adapter/copying/cuda_copier.py`. A
 kernel that this device cannot run is said in the log, and its lane goes by the copy engines. Patterns are those of
-`bench copy`: `pages` lie together on the host alone, which is what a staged lane is for.
+`bench copy`: `pages` lie together on the host alone, which is what a staged lane is for. Where the copier takes
+checksums each is measured with them too, as engines copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rich.table import Table
 
-from bench.copy import WAYS, race, transfer
+from bench.copy import WAYS, Sums, race, transfer
 from bench.copy_places import Places, placed
 from bench.copy_sides import CopyBed, open_bed
 from bench.timing import median
@@ -22,6 +23,7 @@ from engine_adapter.copying.cuda_driver import SourceOrder
 from engine_adapter.copying.kernel import KernelKind, KernelShape
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import DEFAULT_ROUTES, Lane, Route
+from kvstore.errors import ConfigError
 
 __all__ = ["FULL", "LIMITS", "SHORT", "TuneCell", "TunePlan", "candidates", "table", "tune"]
 
@@ -38,6 +40,7 @@ class TunePlan:
     rounds: int = 5
     names: tuple[str, ...] = ()
     """Of candidates; none: all."""
+    ways: tuple[str, ...] = tuple(WAYS)
 
 
 FULL = TunePlan(
@@ -60,7 +63,7 @@ SHORT = TunePlan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneCell:
-    """One candidate, way and block size. `ratio`: median over the rounds of raw time / its time."""
+    """One candidate, way and block size. Ratios: medians over the rounds of raw time / its time."""
 
     name: str
     way: str
@@ -68,6 +71,8 @@ class TuneCell:
     block_bytes: int
     gb_per_s: float
     ratio: float
+    summed_ratio: float | None
+    """With checksums; None where this copier takes none."""
 
 
 LaneOf = Callable[[Direction], Lane]
@@ -120,6 +125,11 @@ def _straight(*lanes: LaneOf) -> Mapping[Direction, Route]:
     }
 
 
+def _loads(*lanes: LaneOf) -> Mapping[Direction, Route]:
+    """Loads of every size by these, stores as they go."""
+    return {**DEFAULT_ROUTES, Direction.LOAD: _straight(*lanes)[Direction.LOAD]}
+
+
 def _staged(lane: LaneOf) -> Mapping[Direction, Route]:
     """Pages by the lane, all else by the copy engines."""
     return {direction: Route(staged=(lane(direction),)) for direction in Direction}
@@ -136,6 +146,7 @@ LIMITS: Mapping[str, CopyLimits] = {
     "engine, 512 a call": CopyLimits(portion_copies=512),
     "engine x1, 256 MiB a call": CopyLimits(portion_bytes=256 * _MIB, flight_bytes=1024 * _MIB),
     "engine, 16 MiB a call": CopyLimits(portion_bytes=16 * _MIB),
+    "load 3 bulk 8 + engine, 32 MiB a call": CopyLimits(portion_bytes=32 * _MIB),
 }
 """Of candidates that do not take the usual ones."""
 
@@ -162,6 +173,7 @@ def candidates() -> Mapping[str, Mapping[Direction, Route]]:
         "bulk 16, 4 KiB x8": _straight(_bulk(16, 4)),
         "engine + bulk 4": _straight(_engine(), _bulk(4)),
         "3 engine + bulk 4": _straight(_engine(weight=3), _bulk(4)),
+        **{f"load {name}": routes for name, routes in _load_candidates().items()},
         "bulk 8 up, engine down": _mixed(_bulk(8), _engine()),
         "engine up, bulk 8 down": _mixed(_engine(), _bulk(8)),
         "staged 8 MiB": _staged(_bulk(16, staging_mib=8)),
@@ -174,11 +186,38 @@ def candidates() -> Mapping[str, Mapping[Direction, Route]]:
     }
 
 
+def _load_candidates() -> Mapping[str, Mapping[Direction, Route]]:
+    """A kernel's reads of host memory are requests of 128 bytes, and fill the link to 0.90; an engine's fill it, but
+    each copy costs it 0.1 µs. Dealt to both, the one may fill what the other leaves. The kernel's part is issued first:
+    issuing the engine's takes a microsecond a piece.
+    """
+    return {
+        "bulk 6": _loads(_bulk(6)),
+        "bulk 12": _loads(_bulk(12)),
+        "bulk 8, 8 KiB x16": _loads(_bulk(8, 8, 16)),
+        "bulk 8, 32 KiB x6": _loads(_bulk(8, 32, 6)),
+        "7 bulk 8 + engine": _loads(_bulk(8, weight=7), _engine()),
+        "3 bulk 8 + engine": _loads(_bulk(8, weight=3), _engine()),
+        "2 bulk 8 + engine": _loads(_bulk(8, weight=2), _engine()),
+        "bulk 8 + engine": _loads(_bulk(8), _engine()),
+        "bulk 8 + 3 engine": _loads(_bulk(8), _engine(weight=3)),
+        "3 bulk 4 + engine": _loads(_bulk(4, weight=3), _engine()),
+        "bulk 2 + engine": _loads(_bulk(2), _engine()),
+        "3 bulk 8 + engine x1": _loads(_bulk(8, weight=3), _engine(streams=1)),
+        "3 bulk 8 + engine, 32 MiB a call": _loads(_bulk(8, weight=3), _engine()),
+    }
+
+
 def tune(plan: TunePlan, say: Callable[[str], None]) -> list[TuneCell]:
-    """Measures every candidate; staged ones on pages alone. Raises: ConfigError without a CUDA device."""
+    """Measures every candidate; staged ones on pages alone.
+
+    Raises: ConfigError without a CUDA device, and for a name that is no candidate's.
+    """
     cells: list[TuneCell] = []
+    if unknown := set(plan.names) - set(tried := candidates()):
+        raise ConfigError(f"no candidate is named {min(unknown)!r}: {', '.join(tried)}")
     with open_bed(plan.nbytes) as bed:
-        for name, routes in candidates().items():
+        for name, routes in tried.items():
             if plan.names and name not in plan.names:
                 continue
             say(f"{bed.name}: {name}")
@@ -187,40 +226,47 @@ def tune(plan: TunePlan, say: Callable[[str], None]) -> list[TuneCell]:
                 if pattern != "pages" and name.startswith("staged"):
                     continue
                 places = placed(plan.nbytes, block_bytes, pattern)
-                cells += [_cell(bed, copier, plan.rounds, name, way, pattern, places) for way in WAYS]
+                cells += [_cell(bed, copier, plan.rounds, name, way, pattern, places) for way in plan.ways]
     return cells
 
 
 def _cell(
     bed: CopyBed, copier: Copier, rounds: int, name: str, way: str, pattern: str, places: Places
 ) -> TuneCell:
-    ours, raw = race(
-        rounds,
-        [
-            partial(transfer, bed, copier, WAYS[way], places),
-            partial(bed.raw, WAYS[way], places.total_bytes),
-        ],
-    )
+    sides = [
+        partial(transfer, bed, copier, WAYS[way], places),
+        partial(bed.raw, WAYS[way], places.total_bytes),
+    ]
+    if copier.takes_sums(places.nbytes):
+        sides.append(partial(transfer, bed, copier, WAYS[way], places, Sums.ASKED))
+    ours, raw, *summed = race(rounds, sides)
     return TuneCell(
         name=name,
         way=way,
         pattern=pattern,
         block_bytes=places.nbytes,
         gb_per_s=places.total_bytes * len(WAYS[way]) / median(ours) / 1e9,
-        ratio=median([theirs / own for own, theirs in zip(ours, raw, strict=True)]),
+        ratio=_ratio(raw, ours),
+        summed_ratio=_ratio(raw, summed[0]) if summed else None,
     )
 
 
+def _ratio(raw: Sequence[float], ours: Sequence[float]) -> float:
+    return median([theirs / own for own, theirs in zip(ours, raw, strict=True)])
+
+
 def table(cells: list[TuneCell], way: str) -> Table:
-    """One way: a line a candidate, a column a pattern and block size."""
+    """One way: a line a candidate, a column a pattern and block size; without checksums, with them."""
     columns = sorted({(cell.pattern, cell.block_bytes) for cell in cells})
     made = Table(title=f"{way}: share of a raw copy", title_justify="left")
     made.add_column("route")
     for pattern, size in columns:
         made.add_column(f"{pattern} {size // _KIB} KiB", justify="right")
-    ratios = {
-        (cell.name, cell.pattern, cell.block_bytes): f"{cell.ratio:.3f}" for cell in cells if cell.way == way
-    }
+    ratios = {(cell.name, cell.pattern, cell.block_bytes): _shown(cell) for cell in cells if cell.way == way}
     for name in dict.fromkeys(cell.name for cell in cells):
         made.add_row(name, *(ratios.get((name, *column), "") for column in columns))
     return made
+
+
+def _shown(cell: TuneCell) -> str:
+    return f"{cell.ratio:.3f}" + (f" {cell.summed_ratio:.3f}" if cell.summed_ratio is not None else "")

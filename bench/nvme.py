@@ -4,9 +4,10 @@ Ours is a real mover process with its checksums, trailers and replies, and the p
 a pool of threads with one O_DIRECT call after the other on the same slab, slots and memory; for each leg it gets the
 number of threads, and for runs the size of a call, that it is fastest with. A write ends with fdatasync on both sides.
 Sides take turns, and which goes first changes every round; medians over all rounds but a first one, which is not
-counted. Seconds of processors are those of all our processes, user and system, while the side runs. What the checksum
-of the same blocks costs by itself, out of the same memory in the same turns, stands beside them. One GB is
-10^9 bytes of payload.
+counted. Seconds of processors are those of all our processes, user and system, while the side runs. "Unread" is the
+same mover where the checksums are known by the word of the engine that stored the blocks, and compared by the one that
+loads them, as our engines do it: it makes no pass over the bytes. What the checksum of the same blocks costs by itself,
+out of the same memory in the same turns, stands beside them. One GB is 10^9 bytes of payload.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class NvmeLeg:
     plain_cpu_s_per_gb: float
     more_cpu_s_per_gb: float
     """Ours less the plain loop's."""
+    unread_ratio: float
+    unread_more_cpu_s_per_gb: float
+    """The same of the mover that takes no checksum."""
     checksum_cpu_s_per_gb: float
     """The checksum alone, which is one pass over memory that is in no cache: ours contains it, the plain loop none."""
     plain_threads: int
@@ -152,6 +156,22 @@ def figures(result: Mapping[str, Any]) -> list[Figure]:
                 name=f"{name}, CPU of the checksum alone", value=leg["checksum_cpu_s_per_gb"], unit="s/GB"
             ),
         ]
+        if "unread_ratio" in leg:  # results of before lack it
+            found += [
+                Figure(
+                    name=f"{name}, unread / plain",
+                    value=leg["unread_ratio"],
+                    unit="",
+                    bound=LEAST_RATIO,
+                    larger_is_better=True,
+                ),
+                Figure(
+                    name=f"{name}, unread, CPU beyond plain",
+                    value=leg["unread_more_cpu_s_per_gb"],
+                    unit="s/GB",
+                    bound=MOST_CPU_S_PER_GB,
+                ),
+            ]
     return found
 
 
@@ -160,6 +180,7 @@ def _legs(
 ) -> list[NvmeLeg]:
     dram_slots, nvme_slots = slots_of(pattern, mover.count)
     mover.place(dram_slots, nvme_slots)
+    mover.learn()
     mover.transfer(MoveKind.WRITE)  # also gives each slot its place on the disk before anything is timed
     legs = []
     with PlainPool(mover, block_bytes, dram_slots, nvme_slots, most_threads=max(plan.threads)) as pool:
@@ -169,7 +190,12 @@ def _legs(
                 f"{way} {pattern} blocks of {block_bytes:,} bytes; plain loop: {shape.threads} threads, "
                 f"{shape.blocks_a_call} blocks a call"
             )
-            sides = (partial(mover.transfer, kind), partial(pool.transfer, kind, shape), mover.checksum)
+            sides = (
+                partial(mover.transfer, kind),
+                partial(pool.transfer, kind, shape),
+                mover.checksum,
+                partial(mover.transfer_unread, kind),
+            )
             samples = _race(plan.rounds, sides, mover.cpu_s)
             legs.append(_leg(way, pattern, block_bytes, mover.count * block_bytes, samples, shape))
     return legs
@@ -215,10 +241,11 @@ def _leg(
     samples: Sequence[list[_Sample]],
     shape: Shape,
 ) -> NvmeLeg:
-    """`samples`: ours, the plain loop's, the checksum's."""
-    ours, plain, checksum = samples
+    """`samples`: ours, the plain loop's, the checksum's, and ours unread."""
+    ours, plain, checksum, unread = samples
     gb = nbytes / 1e9
     pairs = list(zip(ours, plain, strict=True))
+    unread_pairs = list(zip(unread, plain, strict=True))
     return NvmeLeg(
         way=way,
         pattern=pattern,
@@ -229,6 +256,8 @@ def _leg(
         cpu_s_per_gb=median([sample.cpu_s for sample in ours]) / gb,
         plain_cpu_s_per_gb=median([sample.cpu_s for sample in plain]) / gb,
         more_cpu_s_per_gb=median([own.cpu_s - other.cpu_s for own, other in pairs]) / gb,
+        unread_ratio=median([other.seconds / own.seconds for own, other in unread_pairs]),
+        unread_more_cpu_s_per_gb=median([own.cpu_s - other.cpu_s for own, other in unread_pairs]) / gb,
         checksum_cpu_s_per_gb=median([sample.cpu_s for sample in checksum]) / gb,
         plain_threads=shape.threads,
         plain_blocks_a_call=shape.blocks_a_call,

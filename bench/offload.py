@@ -88,6 +88,10 @@ class _Area:
             targets=self._targets[begin:end],
             nbytes=self._block_bytes,
             done=lambda: self._done(end - begin),
+            # As an engine asks for them that compares what it loads.
+            sums=np.zeros((end - begin, 2), dtype=np.uint64)
+            if self._copier.takes_sums(self._block_bytes)
+            else None,
         )
         taken = self._copier.submit(batch)
         assert taken, "the bound of a copier is above that of this benchmark"

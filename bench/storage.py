@@ -105,7 +105,26 @@ class MoverSide:
         return time.clock_gettime((~self._link.pid << 3) | 2)
 
     def transfer(self, kind: MoveKind) -> None:
-        """Moves every block, and makes it durable when it was written. Raises: KvstoreError when one fails."""
+        """Moves every block, and makes it durable when it was written. Raises: KvstoreError when one fails.
+
+        The mover takes the checksum of each.
+        """
+        self._moves["unread"] = 0
+        self._transfer(kind)
+
+    def transfer_unread(self, kind: MoveKind) -> None:
+        """As `transfer`; the mover is told the checksums, which `learn` has taken, and looks at no block."""
+        self._moves["unread"] = 1
+        self._transfer(kind)
+
+    def learn(self) -> None:
+        """Takes the checksum of every block, as an engine does that stores them."""
+        nbytes = self._blocks.itemsize * self._blocks.shape[1]
+        memory = self.memory
+        digests = [checksum(memory[begin : begin + nbytes]) for begin in self._moves["dram_offset"].tolist()]
+        self._moves["checksum"] = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
+
+    def _transfer(self, kind: MoveKind) -> None:
         self._moves["kind"] = kind
         sent = answered = 0
         while answered < len(self._moves):

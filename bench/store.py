@@ -1,10 +1,10 @@
 """`kvstore bench store`: how fast blocks move between the tiers, beside plain copies of the same bytes.
 
-HBM twin ↔ DRAM: the engines' copier, real extents, scattered pages; beside it a loop of memcpy over the same
-addresses. DRAM ↔ NVMe: a real mover process with its checksums, trailers and replies; beside it a loop of one O_DIRECT
-call a block between the same memory and a file of the same folder. A write ends with fdatasync on both sides. Sides
-take turns, and which goes first changes every round; medians over all rounds but a first one, which is not counted.
-One GB is 10^9 bytes.
+HBM twin ↔ DRAM: the engines' copier with its checksums, real extents, scattered pages; beside it a loop of memcpy over
+the same addresses. DRAM ↔ NVMe: a real mover process with its checksums, trailers and replies; beside it a loop of one
+O_DIRECT call a block between the same memory and a file of the same folder. A write ends with fdatasync on both sides.
+Sides take turns, and which goes first changes every round; medians over all rounds but a first one, which is not
+counted. One GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,14 @@ def _extents(nbytes: int) -> Iterator[tuple[TwinTier, DramTier]]:
 
 def _copy(copier: TwinCopier, direction: Direction, sources: U64, targets: U64, nbytes: int) -> None:
     done = threading.Event()
-    batch = CopyBatch(direction=direction, sources=sources, targets=targets, nbytes=nbytes, done=done.set)
+    batch = CopyBatch(
+        direction=direction,
+        sources=sources,
+        targets=targets,
+        nbytes=nbytes,
+        done=done.set,
+        sums=np.zeros((len(sources), 2), dtype=np.uint64),  # as an engine asks for them
+    )
     taken = copier.submit(batch)
     assert taken, "an idle copier takes any batch"
     if not done.wait(_COPY_S):

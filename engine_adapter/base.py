@@ -76,6 +76,11 @@ class Arriving(Protocol):
         """
         ...
 
+    @property
+    def differs(self) -> bool:
+        """Whether it does not come because it is not what was stored: who asks for the prefix again computes it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:

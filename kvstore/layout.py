@@ -204,6 +204,9 @@ class Columns:
     session_name: NDArray[np.uint8]  # [sessions, 128] UTF-8, zero padded
     # namespaces
     namespace_digest: NDArray[np.uint8]  # [namespaces, 32]; zeros: unused
+    # checksums of what DRAM slots hold: kvstore.tables.checksums
+    dram_checksum: NDArray[np.uint64]  # [dram slots, 2] xxh3-128, low half first
+    dram_checksum_of: NDArray[np.uint64]  # [dram slots] generation + 1 of the slot that it is of; 0: of none
 
     def pool(self, tier: Tier) -> PoolColumns:
         """Slots of one tier."""
@@ -257,6 +260,9 @@ def _columns(shape: TableShape) -> Iterator[_Column]:
     yield column("session_since", "<u8", sessions)
     yield column("session_name", "u1", sessions, 128)
     yield column("namespace_digest", "u1", shape.max_namespaces, 32)
+    # Behind all that there was before: clients of then map these tables, too.
+    yield column("dram_checksum", "<u8", shape.dram_slots, 2)
+    yield column("dram_checksum_of", "<u8", shape.dram_slots)
 
 
 def _column_bytes(column: _Column) -> int:
@@ -288,7 +294,9 @@ def read_shape(memory: memoryview) -> TableShape:
     values = struct.unpack_from(f"<{len(names)}Q", memory, 8)
     shape = TableShape(**dict(zip(names, values, strict=True)))
     if table_bytes(shape) > len(memory):
-        raise FailedPrecondition("the shared tables are shorter than their header says")
+        raise FailedPrecondition(
+            "the shared tables are shorter than their header says, or of an older kvstore"
+        )
     return shape
 
 

@@ -30,6 +30,7 @@ from kvstore.leases.uses import Uses
 from kvstore.leases.waiting import Waits
 from kvstore.moves import U32, U64, MissCause, StoreLimits
 from kvstore.recorder import Event, NoRecorder, Recorder
+from kvstore.tables.checksums import Checksums
 from kvstore.tables.extents import Extents
 from kvstore.tables.slots import ClassKey, SlotPool
 from kvstore.tables.table import BlockTable
@@ -77,6 +78,7 @@ class StoreState:
     """The store's parts and the transitions between them."""
 
     __slots__ = (
+        "checksums",
         "cleared",
         "columns",
         "copied",
@@ -155,6 +157,7 @@ class StoreState:
         self.unmade: NDArray[np.bool_] = np.zeros(columns.shape.max_extents, dtype=np.bool_)
         """NVMe extents whose slab could not be made; they drain."""
         self.suspects = Suspects()
+        self.checksums = Checksums(columns)
         self.spoiled = np.uint64(0)
         """Sessions that hold a block that was found wrong, by their bits: kvstore.trust.distrusting."""
         self.count_spoiled()

@@ -28,7 +28,7 @@ from kvstore.layout import (
 from kvstore.leases.acquiring import Acquiring, Request, note_grant
 from kvstore.leases.attaching import Attaching
 from kvstore.leases.crediting import Crediting
-from kvstore.leases.sealing import Sealing
+from kvstore.leases.sealing import NO_CHECKSUMS, NO_COPIES, Sealing
 from kvstore.leases.sessions import Session
 from kvstore.leases.sharing import Sharing
 from kvstore.moves import (
@@ -349,23 +349,26 @@ class Store:
         seals: NDArray[np.void],
         loads: NDArray[np.void],
         stores: NDArray[np.void],
+        store_checksums: U64 = NO_CHECKSUMS,
+        wrong_loads: NDArray[np.void] = NO_COPIES,
         released_hbm: U32,
         released_dram: U32,
         seen: int,
         want_slots: int,
         want_room: int,
     ) -> StepAnswer:
-        """What a client did, in this order: seals, loads, stores, releases. Every part may be said twice.
+        """What a client did, in this order: seals, loads, stores, wrong loads, releases. Every part may be said twice.
 
-        A stored or loaded slot stays held until it is released. `want_slots` and `want_room` are what the client
-        lacks, having read all messages up to `seen`. Raises: NotFound, FailedPrecondition. O(n).
+        A slot that was copied stays held until it is released. `want_slots` and `want_room`: what the client lacks,
+        having read all messages up to `seen`. Raises: NotFound, FailedPrecondition. O(n).
         """
         state, limits = self._state, self._state.limits
         found = state.sessions.attached(session)
         state.tell_time(now_ms)
         outcomes = self._sealing.seal(found, seals, now_ms) if len(seals) else np.empty(0, dtype=np.uint8)
         self._sealing.loads(found, loads)
-        self._sealing.stores(found, stores)
+        self._sealing.stores(found, stores, store_checksums)
+        self.watching.loads_differed(self._sealing.wrong_loads(found, wrong_loads))
         found.seen(seen)
         self._sealing.release(found, released_hbm, released_dram)
         found.wants(min(want_slots, limits.max_want_slots), min(want_room, limits.max_want_room))
@@ -397,8 +400,7 @@ class Store:
         return found
 
     def _check_blocks(self, hashes: U64) -> None:
-        most = self._state.limits.max_message_blocks
-        if len(hashes) > most:
+        if len(hashes) > (most := self._state.limits.max_message_blocks):
             raise InvalidArgument(f"one message names at most {most} blocks, not {len(hashes)}")
 
     # ------------------------------------------------------------ decisions out, completions in

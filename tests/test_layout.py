@@ -23,7 +23,7 @@ PURE = ("leases", "planning", "tables", "tiering", "trust", "victims")
 # What the core may know of outside: the packed records of the wire, and the contract of its policies.
 BESIDE_CORE = {"kvstore.wire.packed", "eviction.base"}
 # Not Python: compiled from kvstore/native/, absent without a C compiler.
-COMPILED = {"kvstore._hash_chain", "kvstore._slab_io"}
+COMPILED = {"kvstore._hash_chain", "kvstore._slab_io", "kvstore._summed_copy"}
 IMPURE = {"asyncio", "grpc", "os", "socket", "subprocess", "threading", "time", "torch"}
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "joblib.load", "torch.load", "yaml.load"}

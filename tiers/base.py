@@ -244,8 +244,9 @@ class StorageTier(Protocol):
     def transfer(self, moves: Moves) -> Replies:
         """Carries out `moves` and answers each, in any order; blocks. A move's own fault is its status, never an error.
 
-        READ: OK only where every byte and the identity (hash, namespace, length, generation) are what was written.
-        WRITE: the payload's checksum is in the reply.
+        READ: OK only where every byte and the identity (hash, namespace, length, generation) are what was written; of
+        a move that is `unread` only where the identity is: its reply has the checksum that its bytes should have.
+        WRITE: the payload's checksum is in the reply; of an unread one the one that it was given.
         """
         ...
 

@@ -288,7 +288,7 @@ class KvstoreBlockManager:
                 return
             entry.admission = replace(admission, arriving=load.arriving)  # for its first step to wait
         self._note_load(entry)
-        if entry.lost:
+        if entry.lost or (load is not None and load.wrong):
             self._start_again(entry)
         else:
             self._admit(entry)

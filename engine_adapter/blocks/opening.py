@@ -22,7 +22,7 @@ from engine_adapter.group.members import MemberGroup
 from engine_adapter.loading.choice import ChoiceSettings
 from engine_adapter.loading.layer_groups import LayerGroups
 from kvstore.cache_use import CacheUse
-from kvstore.client import Client, DramListener, Session, connect
+from kvstore.client import Client, Compares, DramListener, Session, connect
 from kvstore.geometry import Geometry
 
 __all__ = ["PendingBlockManager", "StorePlan", "begin_block_manager", "open_block_manager"]
@@ -162,7 +162,15 @@ def _attach(plan: StorePlan, client: Client) -> _Opened:
     try:
         spec = device_spec(plan.device, plan.hbm_bytes)
         session = client.attach(
-            plan.name, plan.geometry, spec, listener=listener, group=plan.group, use=plan.use
+            plan.name,
+            plan.geometry,
+            spec,
+            listener=listener,
+            group=plan.group,
+            use=plan.use,
+            compares=Compares.LOADS
+            if plan.group is None and copier.takes_sums(plan.geometry.slot_bytes)
+            else Compares.NOTHING,
         )
     except BaseException:
         copier.close(plan.timeout_s)

@@ -19,26 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import Copier, CopyBatch, Direction
-from kvstore.client import Listener, SealResult, Session, SlotRun
+from kvstore.client import Listener, SealResult, Session, SlotRun, copied
 from kvstore.errors import Unavailable
 from kvstore.moves import SealOutcome
-from kvstore.wire.packed import COPY
 
-__all__ = ["Watch", "WriteThrough", "copies"]
+__all__ = ["Watch", "WriteThrough"]
 
 _BATCH_BLOCKS = 32
 _BATCH_BYTES = 64 << 20
 """A batch has up to the larger of the two: what each costs in Python is then little beside a millisecond of copying."""
 _LOG_INTERVAL_S = 10.0
 _LOG = logging.getLogger("kvstore.write_through")
-
-
-def copies(sources: SlotRun, targets: SlotRun) -> NDArray[np.void]:
-    """COPY[n]: what the store is told of completed copies."""
-    records = np.empty(len(sources), dtype=COPY)
-    records["source"], records["source_generation"] = sources.slots, sources.generations
-    records["target"], records["target_generation"] = targets.slots, targets.generations
-    return records
 
 
 class Watch(Protocol):
@@ -154,15 +145,17 @@ class WriteThrough(Listener):
         """Starts copies as far as backlog and room go."""
         while (pair := self._pair()) is not None:
             sources, targets = pair
+            sums = np.zeros((len(sources), 2), dtype=np.uint64)
             batch = CopyBatch(
                 direction=Direction.STORE,
                 sources=self._session.hbm.address_of(sources.slots),
                 targets=self._session.dram.address_of(targets.slots),
                 nbytes=self._session.hbm.slot_bytes,
-                done=partial(self._copied, sources, targets, time.monotonic()),
+                done=partial(self._copied, sources, targets, sums, time.monotonic()),
                 failed=partial(self._ended, len(sources)),  # the slots stay held: something may write to them
                 hbm_slots=sources.slots,
                 dram_slots=targets.slots,
+                sums=sums,
             )
             if not self._submit(batch):
                 self._ended(len(sources))
@@ -199,11 +192,13 @@ class WriteThrough(Listener):
         with self._lock:
             self._copying_blocks -= blocks
 
-    def _copied(self, sources: SlotRun, targets: SlotRun, began_at: float) -> None:
+    def _copied(self, sources: SlotRun, targets: SlotRun, sums: NDArray[np.uint64], began_at: float) -> None:
         if self._watch is not None:
             self._watch.stored(len(sources) * self._session.hbm.slot_bytes, began_at)
         self._session.step(
-            stores=copies(sources, targets), dropped_hbm=sources.slots, dropped_dram=targets.slots
+            stores=copied(sources, targets, checksums=sums),
+            dropped_hbm=sources.slots,
+            dropped_dram=targets.slots,
         )
         self._ended(len(sources))
         self._pump()

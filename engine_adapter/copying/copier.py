@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.copying.summed import checksums_at, copy_summed
 from engine_adapter.layouts.convert import BlockCopy, copy_plain
 from kvstore.errors import Unavailable
 from kvstore.faults import fault
@@ -64,6 +65,9 @@ class CopyBatch:
     hbm_slots: NDArray[np.uint32] | None = None  # [n]
     dram_slots: NDArray[np.uint32] | None = None  # [n]
     """The same blocks by the store's numbers: other processes of a group copy their parts of them."""
+    sums: NDArray[np.uint64] | None = None
+    """[n, 2] zeros: the copier puts the checksum of each block there, as it was copied, before `done` and the last
+    `group_done`; where it takes none (`takes_sums`) it leaves them. None: nobody wants them."""
     groups: int = 1
     """Of a load: equal slices of each block, copied one after the other: slice g of all blocks, then slice g + 1."""
     group_done: Callable[[int], None] | None = None
@@ -90,6 +94,7 @@ class CopyBatch:
             sources=self.sources + offset,
             targets=self.targets + offset,
             nbytes=nbytes,
+            sums=None,
             groups=1,
             group_done=None,
         )
@@ -106,6 +111,10 @@ class CopierStats:
 
 class Copier(Protocol):
     """Copies batches. `submit` may be called from any thread, also from `done`."""
+
+    def takes_sums(self, nbytes: int) -> bool:
+        """Whether it takes the checksums that a batch asks for, of blocks of this size."""
+        ...
 
     def submit(self, batch: CopyBatch) -> bool:
         """Takes a batch, or returns False where too many blocks of its direction are under way: try again later.
@@ -179,6 +188,11 @@ class TwinCopier:
         self._closing = False
         self._thread = threading.Thread(target=self._guarded, name="kvstore-copier", daemon=True)
         self._thread.start()
+
+    def takes_sums(self, nbytes: int) -> bool:
+        """See Copier. Not of blocks that are converted: the checksum is of a slot."""
+        del nbytes
+        return self._copies == (copy_plain, copy_plain)
 
     def submit(self, batch: CopyBatch) -> bool:
         """See Copier."""
@@ -277,11 +291,17 @@ class TwinCopier:
     def _load(self, batch: CopyBatch) -> None:
         for number in range(batch.groups):
             self._copy(batch.group(number), 0, len(batch.sources))
+            if batch.groups > 1 and number == batch.groups - 1 and batch.sums is not None:
+                batch.sums[:] = checksums_at(batch.targets, batch.nbytes)
             complete_group(batch, number)
         self._finish(batch)
 
     def _copy(self, batch: CopyBatch, begin: int, end: int) -> None:
         nbytes, copy = batch.nbytes, self._copies[batch.direction]
+        if batch.sums is not None and copy is copy_plain:
+            batch.sums[begin:end] = copy_summed(batch.targets[begin:end], batch.sources[begin:end], nbytes)
+            fault("copy.block")
+            return
         sources, targets = batch.sources[begin:end].tolist(), batch.targets[begin:end].tolist()
         for source, target in zip(sources, targets, strict=True):
             copy(target, source, nbytes)

@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import CopierStats, CopyBatch, Direction, complete, complete_group, give_up
 from engine_adapter.copying.cuda_driver import CudaDriver, SourceOrder, Waiting
+from engine_adapter.copying.device_sums import MakesSums, Summing, Sums
 from engine_adapter.copying.kernel import CopyKernel
 from engine_adapter.copying.lanes import Lanes, MakesKernel
 from engine_adapter.copying.pinned_host import PinnedHost
 from engine_adapter.copying.portions import CopyLimits, Planner, Portion, host_side
 from engine_adapter.copying.routes import DEFAULT_ROUTES, Route
+from engine_adapter.copying.sum_kernel import SumKernel
 from kvstore.errors import KvstoreError, Unavailable
 from kvstore.faults import fault
 
@@ -54,15 +56,20 @@ class CudaCopier:
         routes: Mapping[Direction, Route] = DEFAULT_ROUTES,
         driver: CudaDriver | None = None,
         kernel: MakesKernel = CopyKernel,
+        sums: MakesSums = SumKernel,
     ) -> None:
-        """Compiles what the routes need. Raises: FailedPrecondition where there is no driver or no such device."""
+        """Compiles what routes and checksums need. Raises: FailedPrecondition where there is no driver or device."""
         self._driver = driver or CudaDriver(device_index)
         self._host = PinnedHost(self._driver)
         limits = limits or CopyLimits()
         self._ways = tuple(
-            _Way(self._driver, self._host, direction, routes[direction], limits, kernel)
+            _Way(self._driver, self._host, direction, routes[direction], limits, kernel, sums)
             for direction in Direction
         )
+
+    def takes_sums(self, nbytes: int) -> bool:
+        """See Copier."""
+        return all(way.sums.take(nbytes) for way in self._ways)
 
     def register(self, address: int, nbytes: int) -> None:
         """Host memory was mapped that copies will touch: it is pinned ahead of them, or by the first of them."""
@@ -121,6 +128,7 @@ class _Flight:
     portion: Portion
     events: list[int]
     waiting: Waiting
+    summing: Summing | None
 
 
 class _Way:
@@ -134,6 +142,7 @@ class _Way:
         route: Route,
         limits: CopyLimits,
         kernel: MakesKernel,
+        sums: MakesSums,
     ) -> None:
         self._driver = driver
         self._host = host
@@ -142,6 +151,14 @@ class _Way:
         self._limits = limits
         self._lanes = Lanes(driver, host, direction, route, kernel)
         self.planner = Planner(host, direction, route, limits, self._lanes)
+        self.sums = Sums.opened(
+            driver,
+            direction,
+            places=limits.flight_portions + 2,
+            most_blocks=limits.planned_portions * limits.portion_copies,
+            from_bytes=limits.summed_from_bytes,
+            kernel=sums,
+        )
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # of the issuing thread: batches, room
         self._landing = threading.Condition(lock)  # of the finishing thread: flights
@@ -225,6 +242,7 @@ class _Way:
             _LOG.error("the device does not complete its copies")
         elif self._failure is None:
             self._lanes.close()  # closing again is nothing
+            self.sums.close()
             self._driver.destroy(
                 streams=[], events=[event for pool in self._events.values() for event in pool]
             )
@@ -297,6 +315,8 @@ class _Way:
         """What is issued from now on comes after the event that a batch names."""
         if batch.after is not None:
             self._lanes.wait(batch.after)
+            if (sums := self.sums.of(batch)) is not None:
+                sums.follow(batch.after)
 
     def _issue(self, batch: CopyBatch, portion: Portion) -> None:
         """Puts a portion, and events behind it, into streams."""
@@ -309,12 +329,27 @@ class _Way:
             )
             for lane, part in portion.dealt()
         ]
-        flight = _Flight(batch=batch, portion=portion, events=events, waiting=waiting)
+        summing = self._sum(batch, portion, events, waiting)
+        flight = _Flight(batch=batch, portion=portion, events=events, waiting=waiting, summing=summing)
         with self._landing:
             self._flights.append(flight)
             self._flight_bytes += portion.nbytes
             self._landing.notify()
         fault("copy.issued")
+
+    def _sum(self, batch: CopyBatch, portion: Portion, events: list[int], waiting: Waiting) -> Summing | None:
+        """Has blocks summed that a portion makes whole: what comes with it, behind one more of its events."""
+        sums = self.sums.of(batch)
+        if sums is None:
+            return None
+        if self._direction is Direction.LOAD:
+            for event in events:
+                sums.follow(event)
+        if not portion.whole:
+            return None
+        summing, stream = sums.start(batch, portion.whole)
+        events.append(self._mark(stream, waiting))
+        return summing
 
     def _mark(self, stream: int, waiting: Waiting) -> int:
         """An event behind what is in the stream."""
@@ -344,6 +379,8 @@ class _Way:
             portion = flight.portion
             for event in flight.events:
                 self._driver.synchronize(event)
+            if flight.summing is not None and (sums := self.sums.of(flight.batch)) is not None:
+                sums.collect(flight.batch, flight.summing)
             with self._work:
                 self._flights.popleft()
                 self._flight_bytes -= portion.nbytes

@@ -238,7 +238,7 @@ class Engine:
                 self._launch(chunks)
             except LateKv as late:  # nothing of the step runs; the others are scheduled again
                 chunks = []
-                outputs.append(self._fail(self._live[late.request.id], _not_loaded(late.request)))
+                outputs += self._give_up_load(late.request)
             if self._canary is not None:
                 self._canary.admitted(chunks)
         self._idle = not chunks and not self._in_flight
@@ -284,6 +284,18 @@ class Engine:
             self._held.append(self._fail(live, error))
         else:
             self._scheduler.restart(live.request)
+
+    def _give_up_load(self, request: Request) -> list[Output]:
+        """Its cached prefix does not come: it fails, or, where what came is another, it is computed from the start.
+
+        The latter also where some of its answer is out, as of one that was preempted: none of that is of what came.
+        """
+        if request.arriving is None or not request.arriving.differs:
+            return [self._fail(self._live[request.id], _not_loaded(request))]
+        self._settle()
+        self._scheduler.restart(request)
+        held, self._held = self._held, []
+        return held
 
     def _launch(self, chunks: list[Chunk]) -> None:
         tables: list[NDArray[np.int32]] = [self._blocks.pages(chunk.request.id) for chunk in chunks]

@@ -68,6 +68,11 @@ class GroupCopier:
         self._batches = 0
         self._closing = False
 
+    def takes_sums(self, nbytes: int) -> bool:
+        """See Copier. Nobody has a whole block."""
+        del nbytes
+        return False
+
     def submit(self, batch: CopyBatch) -> bool:
         """See Copier. Raises: Unavailable where a member has gone: nothing completes any more."""
         assert batch.hbm_slots is not None
@@ -120,7 +125,7 @@ class GroupCopier:
     def _part(self, batch: CopyBatch, under: _Under) -> CopyBatch:
         """This process's."""
         done, failed = partial(self._part_done, under), partial(self._part_failed, under)
-        return replace(batch, done=done, failed=failed)
+        return replace(batch, done=done, failed=failed, sums=None)
 
     def _take(self, direction: Direction, blocks: int) -> bool:
         with self._lock:

@@ -78,12 +78,14 @@ class LoadAhead:
         for found in self._by_request.values():
             if found.grant is not None and found.grant.done():
                 self._take(found)
-            if found.load is not None:
-                found.load.submit(self._copier)
-                if found.load.failed:
+            if (load := found.load) is not None:
+                load.submit(self._copier)
+                if load.failed:
                     found.over = True
-                if found.load.loaded or found.load.failed:
+                if load.loaded or load.failed:
                     found.load = None
+                    if load.wrong:
+                        self._let_go(found)
 
     def end(self, request: RequestId) -> None:
         """The request has its pages, or needs none any more."""

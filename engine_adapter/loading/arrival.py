@@ -23,6 +23,17 @@ class Arrival:
         self._changed = threading.Condition()
         self._groups_here = 0
         self._failed = False
+        self._differs = False
+
+    @property
+    def differs(self) -> bool:
+        """See Arriving."""
+        return self._differs
+
+    def reject(self) -> None:
+        """What came is not what was stored; its last group has not been given to anybody."""
+        self._differs = True
+        self.fail()
 
     def fail(self) -> None:
         """Nothing more comes."""

@@ -208,6 +208,7 @@ class BothEnds:
             self._failed(asked)
 
     def _finish(self, asked: _Asked, now: float) -> None:
+        assert asked.slots is not None
         if asked.load is not None:
             asked.load.submit(self._copier)
             if asked.load.failed:
@@ -215,10 +216,13 @@ class BothEnds:
                 return
             if not asked.load.loaded:
                 return
+            if asked.load.wrong:
+                self._session.stage(dropped_hbm=asked.slots)
+                self._failed(asked)
+                return
             if asked.nbytes:
                 self._choice.loaded_beside(asked.nbytes, asked.load.ended_at - asked.asked_at)
             self._meeting.piece = self._choice.piece_blocks(self.end - self.begin)
-        assert asked.slots is not None
         self._asked.remove(asked)
         self._meeting.loaded(asked.piece, now)
         self._done.append(LoadedPiece(asked.piece, asked.slots))

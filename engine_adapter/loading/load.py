@@ -1,20 +1,27 @@
 """Copies from DRAM to HBM for one request, from the grant that named the slots to their end.
 
-Made and used on the engine's thread; `loaded` is set by the copier's.
+Made and used on the engine's thread; `loaded` is set by the copier's. What comes is compared with its checksum, where
+the session does that: a load of which a block differs is `wrong`, the daemon is told which, and who asks again finds it
+gone.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 
-from engine_adapter.blocks.write_through import copies
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_adapter.copying.copier import Copier, CopyBatch, Direction
 from engine_adapter.loading.arrival import Arrival
-from kvstore.client import Session, SlotRun
+from kvstore.client import Session, SlotRun, copied, differing
 from kvstore.errors import Unavailable
 
 __all__ = ["Load"]
+
+_LOG = logging.getLogger("kvstore.loading")
 
 
 class Load:
@@ -22,23 +29,31 @@ class Load:
 
     __slots__ = (
         "_batch",
+        "_expected",
         "_session",
         "_sources",
+        "_sums",
         "_targets",
         "arriving",
         "began_at",
         "ended_at",
         "failed",
         "loaded",
+        "wrong",
     )
 
     def __init__(self, session: Session, sources: SlotRun, targets: SlotRun) -> None:
         self._session = session
         self._sources = sources
         self._targets = targets
+        self._expected = session.checksums_of(sources.slots)
+        self._sums: NDArray[np.uint64] | None = None
+        if self._expected.any():
+            self._sums = np.zeros_like(self._expected)
         self._batch: CopyBatch | None = None
         self.arriving: Arrival | None = None  # where it comes in groups of layers, from its submission on
         self.loaded = False
+        self.wrong = False  # some of it is not what was stored: none of it is to be used
         self.failed = False  # it will never be: its copier has failed, and what that had stays held
         self.began_at = self.ended_at = time.monotonic()
         session.share_hbm(targets.slots)
@@ -77,8 +92,9 @@ class Load:
                 failed=functools.partial(self._fail, arrival),
                 hbm_slots=self._targets.slots,
                 dram_slots=self._sources.slots,
+                sums=self._sums,
                 groups=1 if arrival is None else arrival.groups,
-                group_done=None if arrival is None else arrival.came,
+                group_done=None if arrival is None else functools.partial(self._came, arrival),
             )
             try:
                 taken = copier.submit(batch)
@@ -99,10 +115,30 @@ class Load:
             arrival.fail()
         self._session.notify()
 
+    def _came(self, arrival: Arrival, group: int) -> None:
+        if group == arrival.groups - 1 and self._differs().any():
+            arrival.reject()  # its step has begun with the groups before
+        else:
+            arrival.came(group)
+
+    def _differs(self) -> NDArray[np.bool_]:
+        """[n] blocks that are not what was stored."""
+        if self._sums is None:
+            return np.zeros(len(self), dtype=np.bool_)
+        return differing(self._sums, self._expected)
+
     def _done(self) -> None:
         self.ended_at = time.monotonic()
+        differs = self._differs()
+        self.wrong = bool(differs.any())
+        if self.wrong:
+            _LOG.warning(
+                "%d of %d blocks that were loaded are not what was stored: they are computed again",
+                int(differs.sum()),
+                len(self),
+            )
         self._session.step(
-            loads=copies(self._sources, self._targets),
+            loads=copied(self._sources, self._targets, differs=differs),
             dropped_hbm=self._targets.slots,
             dropped_dram=self._sources.slots,
         )

@@ -5,6 +5,7 @@ Thread contract: one engine thread calls a session's methods; copiers may call `
 """
 
 from kvstore.client.connect import Client, connect
+from kvstore.client.copied import Compares, copied, differing
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.device import DeviceSpec
@@ -19,6 +20,7 @@ from kvstore.client.state import Listener, Targets
 __all__ = [
     "Changed",
     "Client",
+    "Compares",
     "Decision",
     "DeviceSpec",
     "DramListener",
@@ -34,4 +36,6 @@ __all__ = [
     "Targets",
     "TierChange",
     "connect",
+    "copied",
+    "differing",
 ]

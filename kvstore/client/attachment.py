@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache_use import CacheUse
+from kvstore.client.copied import Compares
 from kvstore.client.credit import SlotRun
 from kvstore.client.descriptors import Descriptors, MappedMemory
 from kvstore.client.device import DeviceSpec, device_message, hbm_slots, open_device
@@ -55,6 +56,7 @@ class Attachment:
         listener: DramListener | None = None,
         group: Group | None = None,
         use: CacheUse = CacheUse.ON,
+        compares: Compares = Compares.NOTHING,
     ) -> None:
         """Opens the device, attaches and maps. Raises: as `open_device`, as the daemon answers, and as the group."""
         self._group = group
@@ -65,6 +67,7 @@ class Attachment:
         self.geometry = geometry
         self._name = name
         self._use = use
+        self._compares = compares
         self._spec = spec
         self._listener = listener
         self._rpc = rpc
@@ -214,6 +217,7 @@ class Attachment:
             members=self._members,
             resume=resume,
             cache_use=cache_use_message(self._use.access),
+            verifies=self._compares is Compares.LOADS,
         )
         reply: pb.AttachReply = self._rpc.call("Attach", request, self._timeout_s)
         return reply

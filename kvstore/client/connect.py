@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.cache_use import CacheUse
+from kvstore.client.copied import Compares
 from kvstore.client.device import DeviceSpec
 from kvstore.client.group import Group
 from kvstore.client.memory import DramListener
@@ -38,16 +39,19 @@ class Client:
         listener: DramListener | None = None,
         group: Group | None = None,
         use: CacheUse = CacheUse.ON,
+        compares: Compares = Compares.NOTHING,
     ) -> Session:
         """Attaches an engine. `name` is shown to people; `device`: its owned HBM, None for none.
 
         `listener` is told of DRAM that is mapped. `group`: the other processes among which each block is shared; then
         `device` has a part of every block, and its budget holds for each of theirs too. `use`: what the session does
-        with the cache, as far as the service allows it. Raises: Unavailable,
-        ResourceExhausted (sessions, slots), InvalidArgument, Unimplemented; where the device is a GPU, as
-        `tiers.hbm.CudaDevice` too.
+        with the cache, as far as the service allows it. `compares`: LOADS promises that nothing that was loaded is used
+        where it is not what `Session.checksums_of` says. Raises: Unavailable, ResourceExhausted (sessions, slots),
+        InvalidArgument, Unimplemented; where the device is a GPU, as `tiers.hbm.CudaDevice` too.
         """
-        return Session(self._rpc, name, geometry, device, targets, self._timeout_s, listener, group, use)
+        return Session(
+            self._rpc, name, geometry, device, targets, self._timeout_s, listener, group, use, compares
+        )
 
     def describe(self) -> pb.DescribeReply:
         """Version, boot epoch, process ids and configuration of the daemon."""

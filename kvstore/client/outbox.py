@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.copied import COPIED, put_copies
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.grant import PendingGrant
 from kvstore.client.retain import Retain
-from kvstore.wire.packed import COPY, SEAL
+from kvstore.wire.packed import SEAL
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Cancel", "Hint", "Item", "Outbox", "Prefetch", "Step", "StepBuffer"]
@@ -34,8 +35,8 @@ class Step:
 
     seen: int
     seals: NDArray[np.void]
-    loads: NDArray[np.void]
-    stores: NDArray[np.void]
+    loads: NDArray[np.void]  # COPIED
+    stores: NDArray[np.void]  # COPIED
     released_hbm: NDArray[np.uint32]
     released_dram: NDArray[np.uint32]
     want_slots: int
@@ -84,8 +85,8 @@ class StepBuffer:
         """Seals, loads and stores, at most `limit` of each; the rest stays."""
         return (
             _take(self.seals, limit, SEAL),
-            _take(self.loads, limit, COPY),
-            _take(self.stores, limit, COPY),
+            _take(self.loads, limit, COPIED),
+            _take(self.stores, limit, COPIED),
         )
 
 
@@ -247,13 +248,13 @@ def _encode(message_id: int, item: Item) -> pb.ClientMessage:
 
 
 def _encode_step(step: Step) -> pb.Step:
-    return pb.Step(
+    message = pb.Step(
         seals=step.seals.tobytes(),
-        loads=step.loads.tobytes(),
-        stores=step.stores.tobytes(),
         released_hbm=step.released_hbm.astype("<u4", copy=False).tobytes(),
         released_dram=step.released_dram.astype("<u4", copy=False).tobytes(),
         seen=step.seen,
         want_slots=step.want_slots,
         want_room=step.want_room,
     )
+    put_copies(message, step.loads, step.stores)
+    return message

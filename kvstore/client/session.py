@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache_use import Access, CacheUse
 from kvstore.client.attachment import Attachment
+from kvstore.client.copied import Compares, checksums_of, widened
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.descriptors import MappedMemory
@@ -71,16 +72,18 @@ class Session:
         listener: DramListener | None = None,
         group: Group | None = None,
         use: CacheUse = CacheUse.ON,
+        compares: Compares = Compares.NOTHING,
     ) -> None:
         """Attaches. Raises: Unavailable, InvalidArgument, ResourceExhausted, … as the daemon answers."""
         self.name = name
         self.geometry = geometry
         self.device = device
         self.use = use
+        self.compares = compares
         self._timeout_s = timeout_s
         self._closed = False
         dram_bytes = 0 if targets else _dram_bytes(rpc, timeout_s)  # before there is anything to leave behind
-        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group, use)
+        self._attachment = Attachment(rpc, name, geometry, device, timeout_s, listener, group, use, compares)
         memory = self._attachment.memory
         pages = memory.hbm.num_pages if memory.hbm else 0
         targets = targets or Targets.for_pages(pages, memory.free_pages(), dram_bytes // geometry.slot_bytes)
@@ -182,11 +185,11 @@ class Session:
         dropped_hbm: U32 = _NO_SLOTS,
         dropped_dram: U32 = _NO_SLOTS,
     ) -> None:
-        """Adds to the next step: seals SEAL[], completed copies COPY[], and slots that one local user lets go of.
+        """Adds to the next step: seals SEAL[], completed copies (COPY[], COPIED[]), slots that a local user lets go of.
 
         Nothing that is dropped here is released before the daemon has the seals and copies given here.
         """
-        self._state.stage(seals, loads, stores, dropped_hbm, dropped_dram)
+        self._state.stage(seals, widened(loads), widened(stores), dropped_hbm, dropped_dram)
 
     def step(
         self,
@@ -198,7 +201,7 @@ class Session:
         dropped_dram: U32 = _NO_SLOTS,
     ) -> None:
         """As `stage`, and sends all that was staged: one message, none where there is nothing to say. Never waits."""
-        self._state.step(seals, loads, stores, dropped_hbm, dropped_dram)
+        self._state.step(seals, widened(loads), widened(stores), dropped_hbm, dropped_dram)
 
     def prefetch(self, namespace: Namespace, lease: int, hashes: U64, *, deadline_ms: int = 0) -> None:
         """Starts promotions for a request that waits. A hint: nothing is held, nothing is answered."""
@@ -309,6 +312,15 @@ class Session:
         pool = self._state.hbm if tier is Tier.HBM else self._state.dram
         generations: U32 = pool.generations[slots]
         return generations
+
+    def checksums_of(self, dram_slots: U32) -> U64:
+        """[n, 2] what blocks in DRAM slots that the session holds are to be; zeros where that is not known.
+
+        All zeros for a session that compares nothing.
+        """
+        if self.compares is Compares.NOTHING:
+            return np.zeros((len(dram_slots), 2), dtype=np.uint64)
+        return checksums_of(self._attachment.memory.tables.columns, dram_slots)
 
     # ------------------------------------------------------------ news
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.memory import DramMemory, HbmMemory
 from kvstore.layout import NONE, Columns, SlotState, State, Tier, states
+from kvstore.tables.checksums import Checksums
 
 __all__ = ["first_difference"]
 
@@ -69,7 +70,7 @@ def _in_both(
     good &= (states(columns.state[rows]) == State.SEALED) & (columns.hbm[device, rows] == slots)
     good &= states(columns.pool(Tier.DRAM).state[copies]) == SlotState.SEALED
     good &= columns.pool(Tier.DRAM).row[copies] == rows
-    good &= dram.reachable(copies)
+    good &= dram.reachable(copies) & ~Checksums(columns).unread(copies)  # a disk's fault is none of HBM
     return slots[good], rows[good], copies[good]
 
 

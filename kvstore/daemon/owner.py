@@ -30,6 +30,7 @@ __all__ = ["Owner", "slots_message"]
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.25
 _MAX_WRONG_LINES = 8
+_MISREAD_INTERVAL_S = 10.0
 _WRITTEN_LATER_MS = 600_000
 """A block may have been written so long after its last use that is known."""
 _LOG = Log("owner")
@@ -51,6 +52,9 @@ class Owner:
         self.draining = False
         self.found_wrong = False
         """Whether any block was not what was stored."""
+        self._misread_blocks = 0
+        """That were not said yet."""
+        self._misread_said_s = -_MISREAD_INTERVAL_S
         self.warnings: dict[str, str] = {}
         """By topic: what a person should act on, as Stats shows it."""
         self.decisions = Decisions(self.counters, self.recorder, self.warnings)
@@ -144,6 +148,7 @@ class Owner:
             settler()
         self.requests.work()
         self._say_wrong()
+        self._say_misread()
 
     def _say_wrong(self) -> None:
         """A wrong block is the one thing that must never be: somebody has to look at this machine."""
@@ -157,6 +162,18 @@ class Owner:
                 f"{found} blocks were not what was stored and were taken back: memory, a driver or an engine of this "
                 "machine is at fault; see the log and `kvstore blackbox`"
             )
+
+    def _say_misread(self) -> None:
+        """What storage gave wrong, and a load has found: a line now and then, as where a mover finds it."""
+        misread = self.store.watching.take_misread()
+        self._misread_blocks += len(misread)
+        now = time.monotonic()
+        if misread and now - self._misread_said_s >= _MISREAD_INTERVAL_S:
+            last, count = misread[-1], self._misread_blocks
+            _LOG.warning(
+                "blocks are not what was written", count=count, last=last.hash.hex(), where=last.where
+            )
+            self._misread_blocks, self._misread_said_s = 0, now
 
     def _top_up(self, session: Session) -> None:
         """Slots in hand, for sessions that asked and that can be told."""

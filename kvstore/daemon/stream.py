@@ -29,7 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.faults import fault
 from kvstore.moves import U32, U64, Grant, NamespaceId
-from kvstore.wire.packed import COPY, SEAL, hashes_of, records_of, u32_of
+from kvstore.wire.packed import COPY, SEAL, hashes_of, records_of, u32_of, u64_of
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["QUEUED_MESSAGES", "SessionStreams"]
@@ -215,6 +215,8 @@ class SessionStreams:
             seals=seals,
             loads=self._records(request.loads, COPY),
             stores=self._records(request.stores, COPY),
+            store_checksums=_checksums_of(request),
+            wrong_loads=self._records(request.wrong_loads, COPY),
             released_hbm=released_hbm,
             released_dram=released_dram,
             seen=min(request.seen, session.last_sent),
@@ -280,6 +282,14 @@ class SessionStreams:
                 f"one message names at most {self._limits.chain_blocks} blocks, not {len(records)}"
             )
         return records
+
+
+def _checksums_of(step: pb.Step) -> U64:
+    """[n, 2] of its stores, or none. Raises: InvalidArgument."""
+    sums = u64_of(step.store_checksums)
+    if len(sums) and len(step.store_checksums) != len(step.stores):  # 16 bytes each
+        raise InvalidArgument("there are as many checksums of two words as stores, or none")
+    return sums.reshape(-1, 2)
 
 
 def _grant_message(message_id: int, grant: Grant) -> pb.Grant:

@@ -86,6 +86,7 @@ class Unary:
         if request.HasField("resume"):
             reply = self._resume(request)
             self._owner.store.sharing.allow_session(reply.session, access)
+            self._owner.store.sharing.verifies(reply.session, request.verifies)
             return reply
         if len(request.name.encode()) > _MAX_NAME_BYTES:
             raise InvalidArgument(f"the name is longer than {_MAX_NAME_BYTES} bytes")
@@ -108,6 +109,7 @@ class Unary:
             identity=identity,
         )
         self._owner.store.sharing.allow_session(session.id, access)
+        self._owner.store.sharing.verifies(session.id, request.verifies)
         return self._attached(session, token, resumed=False)
 
     def _resume(self, request: pb.AttachRequest) -> pb.AttachReply:

@@ -139,6 +139,8 @@ class Acquiring:
             if session.device is not None and not request.private_fill:
                 in_dram &= ~state.hbm.filling(hbm)  # somebody is loading it: wait for that one copy
             in_dram &= self._of_size(Tier.DRAM, dram, in_dram, session)
+            if not session.verifies and state.checksums.some_unread:
+                in_dram &= ~self._unread(dram, in_dram)
             good = in_hbm | in_dram
             run = state.may_hold(session, run if good.all() else int(good.argmin()))
             in_hbm, in_dram = in_hbm[:run], in_dram[:run]
@@ -179,6 +181,14 @@ class Acquiring:
         sizes = pool.slot_bytes(np.where(wanted, slots, 0))
         same: NDArray[np.bool_] = sizes == np.uint64(session.slot_bytes)
         return same
+
+    def _unread(self, dram: U32, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n] whether nobody has looked at the bytes of the wanted slots; somebody will: then they are hits."""
+        unread = np.zeros(len(dram), dtype=np.bool_)
+        unread[wanted] = self._state.checksums.unread(dram[wanted])
+        if unread.any():
+            self._state.sample.ask(dram[unread])
+        return unread
 
     # -- slots
 

@@ -11,15 +11,19 @@ from numpy.typing import NDArray
 
 from kvstore.layout import NONE, Tier, touch_key
 from kvstore.leases.sessions import Session
-from kvstore.moves import U8, U32, SealOutcome
+from kvstore.moves import U8, U32, U64, SealOutcome
 from kvstore.recorder import Event
-from kvstore.state import StoreState
+from kvstore.state import NO_SLOTS, StoreState
 from kvstore.tables.firsts import firsts
 from kvstore.tables.slots import SlotPool
 from kvstore.tables.table import distinct
 from kvstore.trust.distrusting import distrust_fills
+from kvstore.wire.packed import COPY
 
-__all__ = ["Sealing"]
+__all__ = ["NO_CHECKSUMS", "NO_COPIES", "Sealing"]
+
+NO_CHECKSUMS: U64 = np.empty((0, 2), dtype=np.uint64)
+NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
 
 Records = NDArray[np.void]
 _PUBLISHED = int(SealOutcome.PUBLISHED)
@@ -202,8 +206,9 @@ class Sealing:
         state = self._state
         if state.spoiled & session.holder:
             self._loads_of_wrong_blocks(session, copies)
-        source, target = self._believed(session, copies, state.dram, state.hbm)
-        rows = state.dram.row[source]
+        at = self._believed(session, copies, state.dram, state.hbm)
+        target = copies["target"][at]
+        rows = state.dram.row[copies["source"][at]]
         mine = state.hbm.row[target]
         linked = mine == rows
         # Reserved for another block than it was filled with.
@@ -230,16 +235,39 @@ class Sealing:
         wrong &= state.hbm.filling(np.where(wrong, target, NONE))
         distrust_fills(state, np.unique(target[wrong]))
 
-    def stores(self, session: Session, copies: Records) -> None:
-        """HBM → DRAM copies that have ended: the DRAM slot holds the block; it stays held until it is released."""
+    def wrong_loads(self, session: Session, copies: Records) -> U32:
+        """DRAM → HBM copies that have ended and are not what their checksum says: the DRAM slots, if that can be true.
+
+        Nothing is published by that; the HBM slots stay the session's, to be given back.
+        """
+        if session.device is None or not session.verifies or not len(copies):
+            return NO_SLOTS
+        state = self._state
+        at = self._believed(session, copies, state.dram, state.hbm)
+        source: U32 = copies["source"][at]
+        state.unlink_fills(copies["target"][at])
+        return np.unique(source[state.checksums.known(source)])
+
+    def stores(self, session: Session, copies: Records, checksums: U64) -> None:
+        """HBM → DRAM copies that have ended: the DRAM slot holds the block; it stays held until it is released.
+
+        `checksums` [n, 2], or none: see Step.store_checksums.
+        """
         if session.device is None or not len(copies):
             return
         state = self._state
-        source, target = self._believed(session, copies, state.hbm, state.dram)
+        at = self._believed(session, copies, state.hbm, state.dram)
+        source = copies["source"][at]
         rows = state.hbm.row[source]
         free = state.columns.dram[rows] == NONE
         free[free] = firsts(rows[free])
-        rows, target = rows[free], target[free]
+        at = at[free]
+        rows, target = rows[free], copies["target"][at]
+        # Also that there is none: a daemon that died here may have noted one of a slot that now gets another block.
+        state.checksums.forget(target)
+        if len(checksums):
+            said = checksums[at].any(axis=1)
+            state.checksums.note(target[said], checksums[at][said])
         state.fault("stores.begin")
         state.complete(Tier.DRAM, rows, target, 0)
         state.counters["stores"] += len(rows)
@@ -250,15 +278,15 @@ class Sealing:
 
     def _believed(
         self, session: Session, copies: Records, sources: SlotPool, targets: SlotPool
-    ) -> tuple[U32, U32]:
-        """Sources and distinct targets of the copies that can be true: the session holds both slots under these
+    ) -> NDArray[np.intp]:
+        """Positions of the copies that can be true, of distinct targets: the session holds both slots under these
         generations, the source is complete, the target is being filled."""
         source, target = copies["source"], copies["target"]
         good = self._state.held_slots(sources, source, copies["source_generation"], session.holder)
         good &= self._state.held_slots(targets, target, copies["target_generation"], session.holder)
         good &= sources.sealed(np.where(good, source, NONE)) & targets.filling(np.where(good, target, NONE))
         good[good] = firsts(target[good])
-        return source[good], target[good]
+        return np.flatnonzero(good)
 
     # -- releases
 

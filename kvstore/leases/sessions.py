@@ -49,6 +49,8 @@ class Session:
     namespaces: set[int] = field(default_factory=set)
     use: int = int(CacheUse.ON.access)
     """What it allows itself; said when it attaches and when it resumes."""
+    verifies: bool = False
+    """It compares what it loads with its checksum; said when it attaches and when it resumes."""
     namespace: int = -1
     """That it acquired in last; below 0: in none yet."""
     want_slots: int = 0
@@ -200,6 +202,10 @@ class Sessions:
     def mapping(self, key: ClassKey) -> list[Session]:
         """Sessions, in whatever state, that map the HBM of this class."""
         return [session for session in self._live.values() if session.hbm_key == key]
+
+    def all_verify(self) -> bool:
+        """Whether there is a session, and each compares what it loads."""
+        return bool(self._live) and all(session.verifies for session in self._live.values())
 
     def holders(self) -> np.uint64:
         """The bits of all sessions there are."""

@@ -75,6 +75,10 @@ class Sharing:
         """What a request of a session may do with a namespace. Raises: NotFound."""
         return self._state.uses.of(self._state.sessions.get(session).use, namespace)
 
+    def verifies(self, session: int, verifies: bool) -> None:
+        """A session compares what it loads with its checksum, or does not. Raises: NotFound."""
+        self._state.sessions.get(session).verifies = verifies
+
     def allow_session(self, session: int, access: Access) -> None:
         """A session allows itself this, until its processes are gone. Raises: NotFound."""
         self._state.sessions.get(session).use = int(access)

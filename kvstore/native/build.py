@@ -21,7 +21,7 @@ __all__ = ["build", "build_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kvstore"
-MODULES = ("hash_chain", "slab_io")
+MODULES = ("hash_chain", "slab_io", "summed_copy")
 
 _FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread")
 _COMPILE_S = 120.0

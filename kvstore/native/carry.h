@@ -53,9 +53,14 @@ static void sign(const Job *job, size_t at)
     write_trailer(job->moves + at, job->replies[at].checksum, job->written_ms, page_of(job, at));
 }
 
+/* The slot's checksum, for its reply: of its bytes, or, where those are not to be read, what the writer says it is. */
 static void sum_up(const Job *job, size_t at)
 {
-    hash_long(job->take, payload_of(job, at), job->slot_bytes, job->replies[at].checksum);
+    uint8_t *sum = job->replies[at].checksum;
+    if (!job->moves[at].unread)
+        hash_long(job->take, payload_of(job, at), job->slot_bytes, sum);
+    else
+        memcpy(sum, job->kind == WRITE ? job->moves[at].checksum : checksum_in(page_of(job, at)), 16);
 }
 
 /* ------------------------------------------------------------ calls */
@@ -152,8 +157,12 @@ static void sum_part(const Job *job, Line *line, const Call *call)
 static void seal(const Job *job, Line *line, const Call *call)
 {
     if (is_part(job, call)) {
-        sum_part(job, line, call);
-        if (call->to == job->stride)
+        int unread = job->moves[call->begin].unread, last = call->to == job->stride;
+        if (!unread)
+            sum_part(job, line, call);
+        else if (last)
+            sum_up(job, call->begin);
+        if (last)
             sign(job, call->begin);
         return;
     }
@@ -237,7 +246,8 @@ static void settle(const Job *job, Line *line)
     line->open_bytes -= bytes_of(call);
     int part = is_part(job, call);
     line->broken = (part && call->from && line->broken) || call->moved != (int64_t)bytes_of(call);
-    if (part && job->kind == READ && !line->broken)
+    int summed = part && !line->broken && !job->moves[call->begin].unread;
+    if (summed && job->kind == READ)
         sum_part(job, line, call);
     if (part && call->to < job->stride)
         return;
@@ -248,7 +258,7 @@ static void settle(const Job *job, Line *line)
     for (size_t at = call->begin; at < call->end; at++) {
         if (job->faults[at])
             continue;
-        if (!part || line->broken)
+        if (!summed)
             sum_up(job, at);
         if (!is_trailer_of(job->moves + at, job->replies[at].checksum, page_of(job, at)))
             job->replies[at].status = CORRUPT;

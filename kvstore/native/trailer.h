@@ -3,6 +3,7 @@
 #ifndef KVSTORE_TRAILER_H
 #define KVSTORE_TRAILER_H
 
+#include <stddef.h>
 #include <string.h>
 
 #include "moves.h"
@@ -41,6 +42,11 @@ static void write_trailer(const Move *move, const uint8_t *checksum, uint64_t wr
     memcpy(trailer.checksum, checksum, 16);
     trailer.self = hash_short((const uint8_t *)&trailer, SIGNED);
     memcpy(page, &trailer, sizeof trailer);
+}
+
+static const uint8_t *checksum_in(const uint8_t *page)
+{
+    return page + offsetof(Trailer, checksum);
 }
 
 /* Depth, parent and time are the writer's word: a read does not know them. */

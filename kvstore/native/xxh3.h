@@ -144,16 +144,27 @@ AVX2 static void take_avx2_lines(uint64_t *lanes, const uint8_t *data, size_t bl
     blocks_avx2(lanes, data, blocks, count, BY_LINE);
 }
 
+AVX512 static inline __m512i stripe_avx512(__m512i sums, __m512i value, size_t n)
+{
+    __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * n));
+    __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+    sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm512_add_epi64(sums, product);
+}
+
+AVX512 static inline __m512i scramble_avx512(__m512i sums, __m512i key, __m512i prime)
+{
+    __m512i x = _mm512_xor_si512(_mm512_xor_si512(sums, _mm512_srli_epi64(sums, 47)), key);
+    __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
+    return _mm512_add_epi64(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
+}
+
 AVX512 static inline __m512i stripes_avx512(__m512i sums, const uint8_t *data, size_t count, int ahead)
 {
     for (size_t n = 0; n < count; n++, data += STRIPE) {
         if (ahead == BY_LINE)
             LINE_AHEAD(data);
-        __m512i value = _mm512_loadu_si512(data);
-        __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * n));
-        __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
-        sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)_MM_SHUFFLE(1, 0, 3, 2)));
-        sums = _mm512_add_epi64(sums, product);
+        sums = stripe_avx512(sums, _mm512_loadu_si512(data), n);
     }
     return sums;
 }
@@ -164,10 +175,7 @@ AVX512 static inline void blocks_avx512(uint64_t *lanes, const uint8_t *data, si
     __m512i sums = _mm512_loadu_si512(lanes);
     for (; blocks; blocks--, data += LONG_BLOCK) {
         LOOK_AHEAD(data);
-        __m512i x = stripes_avx512(sums, data, STRIPES, ahead);
-        x = _mm512_xor_si512(_mm512_xor_si512(x, _mm512_srli_epi64(x, 47)), key);
-        __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
-        sums = _mm512_add_epi64(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
+        sums = scramble_avx512(stripes_avx512(sums, data, STRIPES, ahead), key, prime);
     }
     _mm512_storeu_si512(lanes, stripes_avx512(sums, data, count, ahead));
 }

@@ -1,7 +1,9 @@
 """Moves in flight: what a mover has been told and has not answered.
 
 Owns the table of them and how a move is written out. Ids never repeat in a daemon's life; an answer counts only while
-its id is in the table and comes from the path it was given to.
+its id is in the table and comes from the path it was given to. A mover looks at the bytes of as few blocks as it can:
+not of those that it writes with a checksum that is known, nor of those that it reads while all sessions compare what
+they load.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _FLIGHT = np.dtype(
         ("id", "<u8"),  # 0: unused
         ("kind", "u1"),
         ("path", "u1"),
+        ("unread", "u1"),
         ("row", "<u4"),
         ("row_word", "<u8"),
         ("dram", "<u4"),
@@ -78,6 +81,7 @@ class Flights:
         moves = self._moves(kind, ids, rows, dram, nvme)
         table = self._table
         table["id"][at], table["kind"][at], table["path"][at] = ids, kind, path
+        table["unread"][at] = moves["unread"]
         table["row"][at], table["row_word"][at] = rows, state.columns.state[rows]
         table["dram"][at], table["dram_word"][at] = dram, state.dram.state[dram]
         table["nvme"][at] = nvme if kind is not MoveKind.VERIFY else NONE
@@ -100,6 +104,10 @@ class Flights:
         moves["namespace"], moves["depth"] = columns.namespace[rows], columns.depth[rows]
         moves["hash"], moves["parent"] = columns.hash[rows], parent_hashes(state, rows)
         moves["ns_digest"] = state.namespaces.digests16(columns.namespace[rows])
+        if kind is MoveKind.WRITE:
+            moves["unread"], moves["checksum"] = state.checksums.known(dram), state.checksums.of(dram)
+        elif kind is MoveKind.READ:
+            moves["unread"] = state.sessions.all_verify()
         return moves
 
     def end(self, path: int, ids: U64) -> tuple[NDArray[np.void], NDArray[np.intp]]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import aiofiles
 import numpy as np
 
-from kvstore.client import Client, Targets
+from kvstore.client import Client, Compares, Targets
 from kvstore.errors import FailedPrecondition, NotFound
 from kvstore.geometry import opaque_geometry
 from kvstore.layout import NONE, Columns, Tier
@@ -87,9 +87,8 @@ async def export_namespace(
     geometry = opaque_geometry(4096)
     targets = Targets(credit=0, room=0)
     unmapping = Unmapping()
-    session = await asyncio.to_thread(
-        client.attach, "export", geometry, None, targets=targets, listener=unmapping
-    )
+    attach = functools.partial(client.attach, targets=targets, listener=unmapping, compares=Compares.LOADS)
+    session = await asyncio.to_thread(attach, "export", geometry, None)
     try:
         columns = session.tables.tables.columns
         handle = handle_of(columns, info.digest)

@@ -20,7 +20,7 @@ import aiofiles
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import Client, Namespace, Session, Targets
+from kvstore.client import Client, Compares, Namespace, Session, Targets
 from kvstore.errors import FailedPrecondition, KvstoreError, Unavailable
 from kvstore.geometry import opaque_geometry
 from kvstore.layout import State, states
@@ -172,6 +172,7 @@ async def import_file(
             opaque_geometry(header.slot_bytes),
             None,
             targets=Targets(credit=0, room=room.ahead(header.slot_bytes)),
+            compares=Compares.LOADS,  # of which it makes none
         )
         try:
             namespace = await asyncio.to_thread(session.open_namespace, header.parts)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvstore.client.memory import DramMemory
 from kvstore.errors import KvstoreError
 from kvstore.layout import NONE, Columns, PoolColumns, SlotState, Tier, states
+from kvstore.tables.checksums import Checksums
 from kvstore.transfer.archive import HEAD_BYTES, BlockHead, pack_head, payload_checksum
 from kvstore.transfer.plan import DIGEST_BYTES, Planned
 from tiers.nvme.slab import SlabFile, stride_bytes
@@ -156,7 +157,17 @@ class Source:
                 good[at] = self._dram.mapped(slots[at : at + 1])  # else it is new here, or has just left
                 if good[at]:
                     payloads[at] = self._dram.view(int(slots[at]))
+        self._compare(slots, payloads, good)
         return good & self._still(planned, pool, slots, words, good)
+
+    def _compare(
+        self, slots: NDArray[np.uint32], payloads: NDArray[np.uint8], good: NDArray[np.bool_]
+    ) -> None:
+        """Of the copies that are `good` [n], those of a known checksum: whether they are what was stored."""
+        copied = np.flatnonzero(good)
+        table = Checksums(self._columns)
+        for at in copied[table.known(slots[copied])].tolist():
+            good[at] = table.of(slots[at : at + 1]).tobytes() == checksum(payloads[at].data)
 
     def _of_size(self, pool: PoolColumns, slots: NDArray[np.uint32]) -> NDArray[np.bool_]:
         known = slots < len(pool.state)

@@ -31,6 +31,10 @@ class Sample:
             self._waiting.append(int(slots[self._served % len(slots)]))
             self._served = 0
 
+    def ask(self, slots: U32) -> None:
+        """Somebody can only be given these once they were looked at. As many as there is place for."""
+        self._waiting.extend(slots[: _MAX_WAITING - len(self._waiting)].tolist())
+
     def take(self, count: int) -> list[int]:
         """Up to `count` of them, each once."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]

@@ -1,10 +1,13 @@
 """The canary: blocks that are served are checksummed again, and taken back where they are not what they were.
 
-Owns the checksum of each block in DRAM, as far as one is known: a mover says it with each block that it reads or
-writes, and for a block that never went through one at its first check. A check is a move of kind VERIFY, which touches
-no disk and holds nothing: its answer counts only where the slot is still under the state word that it had. A write
-whose checksum is another than the known one has read bytes that changed in DRAM, and is not believed either. Found is
-what no other tier's checksum can find: memory that changed under a complete block.
+Learns the checksum of each block in DRAM (`kvstore.tables.checksums`) that nobody who stored it has said: a mover says
+it with each block that it reads or writes, and for a block that never went through one at its first check. A check is a
+move of kind VERIFY, which touches no disk and holds nothing: its answer counts only where the slot is still under the
+state word that it had. A write whose checksum is another than the known one has read bytes that changed in DRAM, and is
+not believed either. Found is what no other tier's checksum can find: memory that changed under a complete block.
+
+Sessions that compare what they load find the same, and what a mover has read without looking at it. The latter is the
+disk's fault, found before anything was computed from it: the block ends in DRAM and storage, and that is all.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.layout import GENERATION_SHIFT, NONE, Tier
 from kvstore.moves import U8, U32, U64, MoveKind, MoveStatus
@@ -26,6 +28,7 @@ __all__ = ["Watching", "WrongBlock"]
 
 _CHECKS_AT_ONCE = 8
 _MEMORY = (Tier.HBM, Tier.DRAM)
+_READ = (Tier.DRAM, Tier.NVME)
 _EVERYWHERE = (Tier.HBM, Tier.DRAM, Tier.NVME)
 
 
@@ -45,9 +48,8 @@ class Watching:
         "_checking",
         "_condemned",
         "_flights",
-        "_generations",
+        "_misread",
         "_state",
-        "_sums",
         "_taken_back",
         "_wrong",
     )
@@ -55,15 +57,11 @@ class Watching:
     def __init__(self, state: StoreState, flights: Flights) -> None:
         self._state = state
         self._flights = flights
-        slots = len(state.dram)
-        self._sums: U64 = np.zeros((slots, 2), dtype=np.uint64)
-        self._generations: U64 = np.zeros(
-            slots, dtype=np.uint64
-        )  # under which the sum holds; 0: none is known
         self._checking = 0
         self._condemned: list[tuple[U32, U64, U64]] = []
         """Rows that were CLEARED and have copies still, their words since, and before."""
         self._wrong: list[WrongBlock] = []
+        self._misread: list[WrongBlock] = []
         self._taken_back: list[bytes] = []
         state.counters["wrong_blocks"] += 0
         state.counters["canary_blocks"] += 0
@@ -76,6 +74,11 @@ class Watching:
         """Wrong blocks that were found since the last call."""
         wrong, self._wrong = self._wrong, []
         return wrong
+
+    def take_misread(self) -> list[WrongBlock]:
+        """Blocks that storage gave wrong and a load has found, since the last call."""
+        misread, self._misread = self._misread, []
+        return misread
 
     def take_taken_back(self) -> list[bytes]:
         """Hashes of blocks that disks had and nobody is to find again, since the last call: their trailers stay."""
@@ -102,8 +105,6 @@ class Watching:
 
         `checksums` is [n, 2] xxh3-128 of the payloads. Ids that are not in flight on this path are passed over.
         """
-        if not self._state.limits.canary_every:
-            return statuses
         flights, named = self._flights.look(path, ids)
         ok = statuses[named] == MoveStatus.OK
         flights, named = flights[ok], named[ok]
@@ -114,15 +115,17 @@ class Watching:
             words >> GENERATION_SHIFT == flights["dram_word"] >> GENERATION_SHIFT
         )
         flights, named, slots, words = flights[same], named[same], slots[same], words[same]
-        sums, generations = checksums[named], (words >> GENERATION_SHIFT) + np.uint64(1)
-        known = (self._generations[slots] == generations) & (flights["kind"] != MoveKind.READ)
-        differs = known & (self._sums[slots] != sums).any(axis=1)
-        new = ~known
-        self._sums[slots[new]], self._generations[slots[new]] = sums[new], generations[new]
+        sums, table = checksums[named], self._state.checksums
+        read = flights["kind"] == MoveKind.READ
+        differs = ~read & table.known(slots) & (table.of(slots) != sums).any(axis=1)
+        unread = flights["unread"] != 0
+        looked_at = ~differs & ~unread
+        table.note(slots[looked_at], sums[looked_at])
+        table.note_unread(slots[read & unread], sums[read & unread])
         self._state.counters["canary_blocks"] += int(np.count_nonzero(flights["kind"] == MoveKind.VERIFY))
         if not differs.any():
             return statuses
-        self._found(flights[differs])
+        self.differed(slots[differs], "its checksum has changed")
         believed = statuses.copy()
         believed[named[differs & (flights["kind"] == MoveKind.WRITE)]] = MoveStatus.CANCELLED
         return believed
@@ -131,18 +134,62 @@ class Watching:
         """So many checks were answered, or will never be."""
         self._checking -= checks
 
-    def _found(self, flights: NDArray[np.void]) -> None:
+    # -- taking back
+
+    def differed(self, slots: U32, how: str) -> None:
+        """These SEALED DRAM slots do not hold what their checksums are of; `how` that was found, for people."""
+        slots = np.unique(slots)
+        # Once: another may have said it, or the block been taken back, while a mover is at work on it. The checksum
+        # stays, for all who hold the slot and have not compared yet.
+        slots = slots[self._state.table.sealed(self._state.dram.row[slots])]
+        if not len(slots):
+            return
+        unread = self._state.checksums.unread(slots)
+        if unread.any():
+            self._read_wrong(slots[unread])
+        if not unread.all():
+            self._changed(slots[~unread], how)
+
+    def loads_differed(self, slots: U32) -> None:
+        """As `differed`, by the word of a session that has loaded them. Mostly none."""
+        if not len(slots):
+            return
+        self.differed(slots, "its load found other bytes than were stored")
+
+    def _changed(self, slots: U32, how: str) -> None:
         """DRAM does not hold any more what it held when these blocks came."""
-        for flight in flights:
-            row, slot = int(flight["row"]), int(flight["dram"])
-            self._generations[slot] = 0
+        rows = self._state.dram.row[slots]
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             block = self._state.columns.hash[row].tobytes()
             self._state.recorder.note(Event.WRONG, Tier.DRAM, 1, slot, block=block)
-            self._wrong.append(WrongBlock(hash=block, where=f"DRAM slot {slot}: its checksum has changed"))
-        self._state.counters["wrong_blocks"] += len(flights)
-        self._condemn(np.unique(flights["row"]), _MEMORY)
+            self._wrong.append(WrongBlock(hash=block, where=f"DRAM slot {slot}: {how}"))
+        self._state.counters["wrong_blocks"] += len(slots)
+        self._condemn(rows, _MEMORY)
 
-    # -- taking back
+    def _read_wrong(self, slots: U32) -> None:
+        """What a mover has read, and nobody has used, is not what was written: as a read that it finds corrupt."""
+        state = self._state
+        rows = state.dram.row[slots]
+        state.counters["checksum_failures"] += len(rows)
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            block = state.columns.hash[row].tobytes()
+            state.recorder.note(Event.WRONG, Tier.NVME, 1, slot, block=block)
+            self._misread.append(WrongBlock(hash=block, where=self._on_disk(int(state.columns.nvme[row]))))
+        busy = busy_rows(state, rows)
+        if not busy.all():
+            distrust(state, rows[~busy], state.words(rows[~busy]), _READ)
+        if busy.any():
+            before = state.words(rows[busy])
+            state.table.clear(rows[busy])
+            self._condemned.append((rows[busy], state.words(rows[busy]), before))
+
+    def _on_disk(self, nvme: int) -> str:
+        """Where storage has a block, for people."""
+        if nvme == NONE:
+            return "storage, which has let go of it"
+        pool = self._state.nvme
+        path = int(pool.devices(np.array([nvme], dtype=np.uint32))[0])
+        return f"path {path}, extent {int(pool.extent[nvme])}, slot {nvme}"
 
     def report(self, namespace: int, hashes: U64, detail: str) -> int:
         """Somebody who knows better says that these blocks are wrong: they end in every tier. Returns how many."""

@@ -48,7 +48,7 @@ MOVE = np.dtype(
     [
         ("id", "<u8"),
         ("kind", "u1"),
-        ("pad", "u1"),
+        ("unread", "u1"),
         ("dram_extent", "<u2"),
         ("dram_slot", "<u4"),
         ("dram_offset", "<u8"),
@@ -63,10 +63,13 @@ MOVE = np.dtype(
         ("hash", "<u8", 2),
         ("parent", "<u8", 2),
         ("ns_digest", "<u8", 2),
+        ("checksum", "<u8", 2),
     ]
 )
-"""104 bytes: one block between a DRAM slot and a slot of storage. Offsets are bytes within their extent; `length` is
-the slot's size in DRAM; `generation` that of the NVMe slot."""
+"""120 bytes: one block between a DRAM slot and a slot of storage. Offsets are bytes within their extent; `length` is
+the slot's size in DRAM; `generation` that of the NVMe slot. `unread` 1: whoever moves it does not look at its bytes. A
+write then puts `checksum` into the trailer, which is that of the payload by the word of who stored it; a read believes
+the trailer's, and whoever loads the block compares. Else `checksum` means nothing."""
 
 NVME_ENTRY = np.dtype(
     [
@@ -83,7 +86,8 @@ NVME_ENTRY = np.dtype(
 """72 bytes: a block that storage holds, as the durable index keeps it. `slot` counts over the tier."""
 
 REPLY = np.dtype([("id", "<u8"), ("status", "<u4"), ("pad", "<u4"), ("checksum", "<u8", 2)])
-"""32 bytes: what became of a MOVE (`MoveStatus`) and the xxh3-128 of its payload."""
+"""32 bytes: what became of a MOVE (`MoveStatus`) and the xxh3-128 of its payload: what it is, or, of an unread one,
+what it should be."""
 
 
 def hashes_of(packed: bytes) -> NDArray[np.uint64]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
 from bench import copy_sides
 from bench.copy import CopyPlan, bound, figures, measure
-from bench.copy_tune import LIMITS, TunePlan, candidates, table, tune
+from bench.copy_commands import copy as copy_command
+from bench.copy_tune import LIMITS, TuneCell, TunePlan, candidates, table, tune
 from engine_adapter.copying import cuda_copier
 from engine_adapter.copying.copier import CopyBatch, Direction
+from engine_adapter.copying.routes import DEFAULT_ROUTES
 from kvstore.errors import ConfigError, KvstoreError
 from tests.engine_adapter.copying.copier_rigs import FakeDriver
 
@@ -44,7 +46,8 @@ def check_legs(device: str) -> None:
         looped = leg["block_bytes"] >= 256 * KIB and leg["pattern"] != "one"
         assert (leg["loop_gb_per_s"] is not None) == looped
     assert len(said) == 9
-    assert len(figures(result)) == 2 * len(result["legs"]) + 6, (
+    each = 2 if result["legs"][0]["summed_ratio"] is None else 3  # the fake device takes no checksums
+    assert len(figures(result)) == each * len(result["legs"]) + 6 * (each - 1), (
         "what a batch costs is a figure of each lone block"
     )
 
@@ -86,6 +89,51 @@ def test_candidates_are_tried_and_shown_by_size() -> None:
     console.print(table(cells, "load"))
     text = console.export_text()
     assert all(name in text for name in (*names, "scattered 16 KiB", "pages 32 KiB"))
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_one_candidate_and_way_alone() -> None:
+    """A candidate of loads leaves stores as they go, so there is nothing to measure of them."""
+    plan = TunePlan(
+        cells=(("scattered", 32 * KIB),),
+        nbytes=1024 * KIB,
+        rounds=1,
+        names=("load 3 bulk 8 + engine",),
+        ways=("load",),
+    )
+    assert [(cell.name, cell.way) for cell in tune(plan, lambda _: None)] == [
+        ("load 3 bulk 8 + engine", "load")
+    ]
+    assert candidates()["load 3 bulk 8 + engine"][Direction.STORE] is DEFAULT_ROUTES[Direction.STORE]
+
+
+def test_what_checksums_cost_stands_beside() -> None:
+    cell = TuneCell(
+        name="engine",
+        way="load",
+        pattern="scattered",
+        block_bytes=32 * KIB,
+        gb_per_s=50.0,
+        ratio=0.9,
+        summed_ratio=0.877,
+    )
+    console = Console(width=140, record=True)
+    console.print(table([cell, replace(cell, name="engine x1", summed_ratio=None)], "load"))
+    text = console.export_text()
+    assert "0.900 0.877" in text.split("engine x1")[0]
+    assert "0.877" not in text.split("engine x1")[1]
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_a_name_that_is_no_candidate_is_one_clear_line() -> None:
+    plan = TunePlan(cells=(), nbytes=64 * KIB, rounds=1, names=("engine x9",))
+    with pytest.raises(ConfigError, match="no candidate is named 'engine x9': default, "):
+        tune(plan, lambda _: None)
+
+
+def test_names_are_of_what_tune_tries() -> None:
+    with pytest.raises(ConfigError, match="--tune"):
+        copy_command(only=["engine"])
 
 
 def test_tuning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

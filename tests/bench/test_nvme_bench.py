@@ -30,6 +30,7 @@ def test_every_leg_is_measured_beside_the_plain_loop(tmp_path: Path) -> None:
         assert leg.plain_gb_per_s > 0
         assert leg.checksum_cpu_s_per_gb > 0
         assert leg.cpu_s_per_gb > 0, "a checksum takes time"
+        assert leg.unread_ratio > 0
     assert found.mover_threads > 0
     assert len(said) == len(legs)
     assert list(tmp_path.iterdir()) == [], "nothing is left on the disk"
@@ -62,6 +63,16 @@ def test_the_plain_pool_moves_what_the_mover_finds_again(tmp_path: Path) -> None
                 mover.scribble()
                 mover.transfer(MoveKind.READ)
                 mover.check()
+
+
+def test_what_is_moved_unread_is_whole_by_the_checksums_that_were_learned(tmp_path: Path) -> None:
+    with MoverSide(tmp_path, 4, BLOCK) as mover:
+        mover.learn()
+        mover.transfer_unread(MoveKind.WRITE)
+        for transfer in (mover.transfer, mover.transfer_unread):
+            mover.scribble()
+            transfer(MoveKind.READ)
+            mover.check()
 
 
 def test_the_movers_processor_time_is_seen(tmp_path: Path) -> None:

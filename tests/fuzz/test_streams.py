@@ -38,7 +38,7 @@ def test_nothing_a_stream_says_touches_another_session(target: Target) -> None:
         @examples(40)
         @given(data=st.data(), transport=st.sampled_from(["rpc", "frames"]))
         def attack(data: st.DataObject, transport: Literal["rpc", "frames"]) -> None:
-            with target.attacked(transport, hbm_slots=0) as attacker:
+            with target.attacked(transport, hbm_slots=0, verifies=True) as attacker:
                 mine, own = attacker.fill(range(500, 516))
                 known = everything(victim, hashes, granted, attacker, mine, own)
                 bodies = data.draw(
@@ -111,11 +111,14 @@ def plausible(known: Known, attacker: RawClient) -> st.SearchStrategy[pb.ClientM
         reserve_slots=st.integers(0, 40),
         private_fill=st.booleans(),
     )
+    copies = st.sampled_from([b"", *(item for item in known.bytes if len(item) % COPY.itemsize == 0)])
     steps = st.builds(
         pb.Step,
         seals=st.sampled_from([b"", *(item for item in known.bytes if len(item) % SEAL.itemsize == 0)]),
-        loads=st.sampled_from([b"", *(item for item in known.bytes if len(item) % COPY.itemsize == 0)]),
-        stores=st.sampled_from([b"", *(item for item in known.bytes if len(item) % COPY.itemsize == 0)]),
+        loads=copies,
+        stores=copies,
+        store_checksums=copies,  # as long as stores are
+        wrong_loads=copies,
         released_hbm=st.sampled_from([b"", *(item for item in known.bytes if len(item) % 4 == 0)]),
         released_dram=st.sampled_from([b"", *(item for item in known.bytes if len(item) % 4 == 0)]),
         seen=st.integers(0, 1 << 63),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from eviction.lru import Lru
 from kvstore.layout import NONE, TableShape, Tier, table_bytes
+from kvstore.leases.sealing import NO_CHECKSUMS
 from kvstore.moves import Grant, MoveStatus, Outcome, Slots, StoreLimits
 from kvstore.store import Store
 from kvstore.tables.prebuilt import Blocks, Prebuilder, Prebuilt, open_prebuilt, prebuilt_bytes
@@ -102,6 +103,8 @@ class Rig:
         seals: NDArray[np.void] | None = None,
         loads: NDArray[np.void] | None = None,
         stores: NDArray[np.void] | None = None,
+        store_checksums: NDArray[np.uint64] = NO_CHECKSUMS,
+        wrong_loads: NDArray[np.void] | None = None,
         hbm: NDArray[np.uint32] = NO_SLOTS,
         dram: NDArray[np.uint32] = NO_SLOTS,
         seen: int | None = None,
@@ -116,6 +119,8 @@ class Rig:
             seals=np.empty(0, dtype=SEAL) if seals is None else seals,
             loads=np.empty(0, dtype=COPY) if loads is None else loads,
             stores=np.empty(0, dtype=COPY) if stores is None else stores,
+            store_checksums=store_checksums,
+            wrong_loads=np.empty(0, dtype=COPY) if wrong_loads is None else wrong_loads,
             released_hbm=hbm[hbm != NONE],
             released_dram=dram[dram != NONE],
             seen=self.message if seen is None else seen,
@@ -167,7 +172,9 @@ class Rig:
         assert slots is not None
         return slots
 
-    def write_through(self, session: int, hashes: NDArray[np.uint64]) -> None:
+    def write_through(
+        self, session: int, hashes: NDArray[np.uint64], checksums: NDArray[np.uint64] = NO_CHECKSUMS
+    ) -> None:
         """The whole life of a prompt down to DRAM; nothing stays held."""
         grant = self.fill(session, hashes, keep=True)
         room = self.room(session, len(hashes))
@@ -177,6 +184,7 @@ class Rig:
             stores=copies(
                 grant.hbm_slots[:n], grant.hbm_generations[:n], room.dram_slots, room.dram_generations
             ),
+            store_checksums=checksums[:n],
             hbm=grant.hbm_slots,
             dram=room.dram_slots,
         )

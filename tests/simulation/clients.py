@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from kvstore.layout import Tier
 from kvstore.moves import Grant, Outcome, SealOutcome
@@ -22,6 +23,7 @@ from tests.simulation.shape import SLOT_BYTES, Wrong
 
 NAMESPACES, CHAINS, BLOCKS = 2, 5, 12
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
+_NO_SUMS = np.empty((0, 2), dtype=np.uint64)
 _NO_SEALS, _NO_COPIES = np.empty(0, dtype=SEAL), np.empty(0, dtype=COPY)
 _GARBAGE = b"\xa5" * SLOT_BYTES
 _TIERS = (Tier.HBM, Tier.DRAM)
@@ -47,15 +49,22 @@ class Client:
     which: int
     """Namespace in the world's counting."""
     device: int | None
+    compares: bool = False
+    """It says the checksums of what it stores, and holds what it loads against them."""
     held: dict[Slot, Held] = field(default_factory=dict)
     queued: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     """Chains that it has announced or asked for and was not given in full, by lease."""
+    loads: list[tuple[Slot, Slot]] = field(default_factory=list)
+    """(from, to) that it was given and has not copied yet."""
     seen: int = 0
 
     def slots(self, tier: Tier, *, filled: bool) -> list[int]:
         """Its slots of a tier that hold a block, or that it may fill."""
+        loading = {target for _, target in self.loads}
         return [
-            slot for (of, slot), held in self.held.items() if of is tier and (held.key is not None) is filled
+            slot[1]
+            for slot, held in self.held.items()
+            if slot[0] is tier and (held.key is not None) is filled and slot not in loading
         ]
 
 
@@ -89,6 +98,9 @@ class Clients:
             self.attach()
             return
         client = self.rng.choice(list(self.all.values()))
+        if client.loads and self.rng.random() < 0.5:
+            self.load(client)
+            return
         acts = (self.fill, self.acquire, self.copy_down, self.release, self.prefetch, self.cancel, self.leave)
         weights = (8, 5, 0, 6, 2, 1, 0.3) if client.device is None else (2, 6, 5, 6, 2, 1, 0.3)
         self.rng.choices(acts, weights)[0](client)
@@ -99,6 +111,9 @@ class Clients:
         store = self.machine.life.store
         which = self.rng.randrange(NAMESPACES)
         device = 0 if self.machine.shape.hbm_slots and self.rng.random() < 0.4 else None
+        compares = bool(self.machine.shape.comparing) and self.rng.random() < self.machine.shape.comparing
+        if compares:
+            device = self.rng.randrange(self.machine.shape.devices)
         session = store.attach(
             now_ms=self._now_ms(),
             name="sim",
@@ -108,8 +123,11 @@ class Clients:
             members=1,
         )
         store.activate(session)
+        store.sharing.verifies(session, compares)
         namespace = store.open_namespace(session, bytes([which + 1]) * 32)
-        self.all[session] = Client(id=session, namespace=namespace, which=which, device=device)
+        self.all[session] = Client(
+            id=session, namespace=namespace, which=which, device=device, compares=compares
+        )
         self.machine.note(f"session {session} attaches for namespace {which}, device {device}")
 
     def fill(self, client: Client) -> None:
@@ -155,7 +173,9 @@ class Clients:
             client.queued[lease] = chain, hashes
         loads, fills = self._take_grant(client, grant, hashes)
         self.machine.life.owner.settle_soon()
-        if loads:
+        if client.compares and self.rng.random() < 0.5:
+            client.loads += loads  # others may find some of it wrong before it looks
+        elif loads:
             self._copy(client, loads)
         if fills and self.rng.random() < 0.8:
             count = self.rng.randrange(1, len(fills) + 1)
@@ -184,6 +204,13 @@ class Clients:
                 fills.append((at, hbm))
         return loads, fills
 
+    def load(self, client: Client) -> None:
+        """Copies what it was given some time ago, as far as it has that still."""
+        loads = [pair for pair in client.loads if all(slot in client.held for slot in pair)]
+        client.loads = []
+        if loads:
+            self._copy(client, loads)
+
     def copy_down(self, client: Client) -> None:
         """Copies some of its blocks from HBM into room."""
         filled = client.slots(Tier.HBM, filled=True)
@@ -199,7 +226,9 @@ class Clients:
 
     def release(self, client: Client) -> None:
         """Lets go of some of what it holds, also of what it was filling."""
-        slots = self.rng.sample(sorted(client.held), self.rng.randrange(len(client.held) + 1))
+        copying = {slot for pair in client.loads for slot in pair}
+        idle = sorted(client.held.keys() - copying)
+        slots = self.rng.sample(idle, self.rng.randrange(len(idle) + 1))
         self._step(client, released=slots)
         for slot in slots:
             del client.held[slot]
@@ -253,6 +282,7 @@ class Clients:
                 dram_slots=stated[Tier.DRAM][0],
                 dram_gens=stated[Tier.DRAM][1],
             )
+            store.sharing.verifies(client.id, client.compares)
             client.namespace = store.open_namespace(client.id, bytes([client.which + 1]) * 32)
             client.seen = self._grant
         for session in alive - set(self.all):
@@ -281,7 +311,7 @@ class Clients:
             for (tier, slot), held in client.held.items():
                 if not int(self.machine.life.store._state.pool(tier).holders[slot]) >> client.id & 1:
                     raise Wrong(f"session {client.id} lost {tier.name} slot {slot}")
-                if held.key is not None:
+                if held.key is not None and not (client.compares and self._may_differ((tier, slot))):
                     self._compare((tier, slot), held.key)
 
     # ------------------------------------------------------------ inside
@@ -345,18 +375,54 @@ class Clients:
             )
             client.held[target].key = key
         if pairs[0][1][0] is Tier.HBM:
-            self._step(client, loads=copies)
+            self._say_loaded(client, pairs, copies)
         else:
             for source, _ in pairs:
                 key = client.held[source].key
                 assert key is not None
                 self.sealed(key)
-            self._step(client, stores=copies)
+            sums = [self._checksum(target) for _, target in pairs] if client.compares else []
+            self._step(client, stores=copies, sums=np.array(sums, dtype=np.uint64).reshape(-1, 2))
         self.machine.note(f"session {client.id} copies {len(pairs)} to {pairs[0][1][0].name}")
+
+    def _say_loaded(self, client: Client, pairs: Sequence[tuple[Slot, Slot]], copies: np.ndarray) -> None:
+        """Reports loads; who compares uses nothing that differs, and gives it back."""
+        differs = np.zeros(len(pairs), dtype=np.bool_)
+        if client.compares:
+            table = self.machine.life.store._state.checksums
+            sources = copies["source"].astype(np.uint32)
+            found = np.array([self._checksum(target) for _, target in pairs], dtype=np.uint64)
+            differs = table.known(sources) & (found != table.of(sources)).any(axis=1)
+            if (differs & ~table.unread(sources)).any():
+                raise Wrong(f"session {client.id} finds blocks wrong that were stored or looked at")
+        wrong = [slot for pair, bad in zip(pairs, differs.tolist(), strict=True) if bad for slot in pair]
+        for slot in wrong:  # used no more, also where the daemon dies before it has heard of it
+            client.held.pop(slot, None)
+        self._step(client, loads=copies[~differs], wrong=copies[differs], released=wrong)
+        self.machine.counts["differed"] += int(differs.sum())
+        for (source, target), bad in zip(pairs, differs.tolist(), strict=True):
+            if not bad:  # it is used now
+                key = client.held[source].key
+                assert key is not None
+                if self._read(target) != payload(key):
+                    raise Wrong(f"block {key} was loaded from {source} with other bytes")
+
+    def _checksum(self, slot: Slot) -> tuple[int, int]:
+        """xxh3-128, low half first."""
+        both = xxhash.xxh3_128_intdigest(self._read(slot))
+        return both & 0xFFFFFFFFFFFFFFFF, both >> 64
+
+    def _may_differ(self, slot: Slot) -> bool:
+        """Whether nobody has looked at a slot, or somebody has, and found other bytes: nothing of it is used."""
+        if slot[0] is not Tier.DRAM:
+            return False
+        state, at = self.machine.life.store._state, np.array([slot[1]], dtype=np.uint32)
+        return bool(state.checksums.unread(at)[0] or state.dram.distrusted(at)[0])
 
     def _serve(self, client: Client, slot: Slot, generation: int, key: Key) -> None:
         """A block is given to an engine."""
-        self._compare(slot, key)
+        if not (client.compares and self._may_differ(slot)):
+            self._compare(slot, key)
         client.held[slot] = Held(generation, key)
         self.machine.counts["served"] += 1
 
@@ -387,6 +453,8 @@ class Clients:
         seals: np.ndarray = _NO_SEALS,
         loads: np.ndarray = _NO_COPIES,
         stores: np.ndarray = _NO_COPIES,
+        sums: np.ndarray = _NO_SUMS,
+        wrong: np.ndarray = _NO_COPIES,
         released: Sequence[Slot] = (),
         want_slots: int = 0,
         want_room: int = 0,
@@ -400,6 +468,8 @@ class Clients:
             seals=seals,
             loads=loads,
             stores=stores,
+            store_checksums=sums,
+            wrong_loads=wrong,
             released_hbm=gone[Tier.HBM],
             released_dram=gone[Tier.DRAM],
             seen=client.seen,

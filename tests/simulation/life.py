@@ -101,8 +101,9 @@ class Life:
             machine.dram_extents = machine.shape.dram_extents
             for _ in range(machine.shape.dram_extents):
                 self.memory.add()
-            if nbytes := machine.shape.hbm_slots * SLOT_BYTES:
-                extent = store.add_extent(tier=Tier.HBM, device=0, nbytes=nbytes, slot_bytes=SLOT_BYTES)
+            for device in range(machine.shape.devices if machine.shape.hbm_slots else 0):
+                nbytes = machine.shape.hbm_slots * SLOT_BYTES
+                extent = store.add_extent(tier=Tier.HBM, device=device, nbytes=nbytes, slot_bytes=SLOT_BYTES)
                 machine.hbm[int(extent)] = bytearray(nbytes)
         else:
             self.memory.restore()

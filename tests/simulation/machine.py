@@ -97,10 +97,10 @@ class Machine:
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.table_shape = TableShape(
             max_rows=512,
-            hbm_slots=max(1, shape.hbm_slots),
+            hbm_slots=max(1, shape.hbm_slots) * shape.devices,
             dram_slots=(shape.dram_extents + 1) * shape.dram_slots,
             nvme_slots=2 * shape.paths * (shape.slabs + 1) * shape.slab_slots,
-            devices=1,
+            devices=shape.devices,
             max_extents=32,
             max_sessions=6,
             max_namespaces=8,

@@ -73,6 +73,9 @@ _PLANS: dict[str, Plan] = {
         points_between=150,
     ),
     "watched": Plan(shape=Shape(dram_extents=2, dram_slots=10, slabs=5, slab_slots=24), checks=1.0),
+    "comparing": Plan(
+        shape=Shape(flips=0.01, comparing=0.97, devices=2), clears=0.0, clients=0.3, checks=0.1
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.shape import Death
 
 STEPS = 5000
-FIXED = range(1, 37)
+FIXED = range(1, 40)
 """Seeds that are always run: three of each plan."""
 _PROGRESS_S = 10.0
 

@@ -46,7 +46,9 @@ class Shape:
     paths: int = 1
     """Disks' folders, each with a mover, slabs and an index of its own."""
     hbm_slots: int = 24
-    """Of one device, whose memory outlives the daemon, not the machine; 0: no engine has HBM of its own."""
+    """Of each device, whose memory outlives the daemon, not the machine; 0: no engine has HBM of its own."""
+    devices: int = 1
+    """That engines which compare are spread over, the others have the first: two of them load one block at once."""
     slabs: int = 3
     """Of each path."""
     slab_slots: int = 16
@@ -60,6 +62,8 @@ class Shape:
     index_share_bytes: int = _INDEX_SHARE_BYTES
     flips: float = 0.0
     """Odds, at each step, that a bit on the medium flips."""
+    comparing: float = 0.0
+    """Odds that an engine has HBM and compares what it loads: while all do, movers look at nothing that they read."""
 
     @property
     def folders(self) -> list[str]:

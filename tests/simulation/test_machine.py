@@ -20,8 +20,10 @@ from kvstore.errors import KvstoreError
 from kvstore.layout import MOVER_BIT
 from kvstore.leases.waiting import Waits
 from kvstore.mover.process import Mover
-from kvstore.moves import MoveStatus
+from kvstore.moves import U32, MoveStatus
+from kvstore.tables.checksums import Checksums
 from kvstore.tables.slots import SlotPool
+from kvstore.trust.watching import Watching
 from kvstore.wire import mover as wire
 from kvstore.wire.packed import REPLY
 from kvstore.wire.v1 import kvstore_pb2 as pb
@@ -41,7 +43,7 @@ from tiers.nvme.index import NoIndex
 from tiers.nvme.slab import Slab, SlabFile, open_slab
 from tiers.nvme.trailer import Trailer
 
-_EACH_PLAN = range(1, 13)
+_EACH_PLAN = range(1, 14)
 _STEPS = 1000
 _FOLDER = Path("/sim/nvme")
 
@@ -189,6 +191,22 @@ def no_checksum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(carry, "checksum", lambda payload: bytes(16))
 
 
+def unread_counts_as_read(patch: pytest.MonkeyPatch) -> None:
+    """What a mover has not looked at is given out as if it had."""
+    patch.setattr(Checksums, "note_unread", Checksums.note)
+
+
+def the_first_word_ends_a_checksum(patch: pytest.MonkeyPatch) -> None:
+    """A block that one engine finds wrong has no checksum any more, and others that were given it compare nothing."""
+    real = Watching.differed
+
+    def differed(watching: Watching, slots: U32, how: str) -> None:
+        real(watching, slots, how)
+        watching._state.checksums.forget(slots)
+
+    patch.setattr(Watching, "differed", differed)
+
+
 def no_identity(patch: pytest.MonkeyPatch) -> None:
     """Whatever block a slot holds now is taken for the one that was asked for."""
     real = carry._trailer
@@ -255,6 +273,14 @@ _BROKEN: tuple[tuple[Break, Plan], ...] = (
     ),
     (replies_before_data, Plan(shape=Shape())),
     (no_checksum, Plan(shape=Shape())),
+    (
+        unread_counts_as_read,
+        Plan(shape=Shape(flips=0.05, comparing=0.97), clears=0.0, clients=0.3, checks=0.1),
+    ),
+    (
+        the_first_word_ends_a_checksum,
+        Plan(shape=Shape(flips=0.05, comparing=1.0, devices=2), clears=0.0, clients=0.5, checks=0.1),
+    ),
     (no_identity, Plan(shape=Shape())),
     (clears_are_not_noted, Plan(shape=Shape(), clears=0.01)),
     (

@@ -12,7 +12,7 @@ from engine_adapter.base import Admission, RequestId
 from engine_adapter.blocks.manager import KvstoreBlockManager
 from engine_adapter.copying.copier import Copier, TwinCopier
 from engine_adapter.loading.layer_groups import LayerGroups
-from kvstore.client import Client, DeviceSpec, Namespace, Session, connect
+from kvstore.client import Client, Compares, DeviceSpec, Namespace, Session, connect
 from kvstore.identity import HashChain
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.support.blocks import block_bytes, expected
@@ -168,11 +168,14 @@ def attached(
     copier: Copier | None = None,
     layer_groups: LayerGroups | None = None,
 ) -> Iterator[Driver]:
-    """An engine attached to the daemon at `socket`, with so many pages of 16 KiB."""
+    """An engine attached to the daemon at `socket`, with so many pages of 16 KiB. It compares what it loads."""
     shape = geometry()
     spec = DeviceSpec(hbm_bytes=pages * shape.slot_bytes, index=device)
-    with connect(socket, timeout_s=DEADLINE_S) as client, client.attach(name, shape, spec) as session:
-        copier = copier or TwinCopier()
+    copier = copier or TwinCopier()
+    with (
+        connect(socket, timeout_s=DEADLINE_S) as client,
+        client.attach(name, shape, spec, compares=Compares.LOADS) as session,
+    ):
         try:
             yield Driver(
                 client, session, copier, patience_s=patience_s, away_s=away_s, layer_groups=layer_groups

@@ -26,10 +26,11 @@ from engine_adapter.base import RequestId
 from engine_adapter.blocks.manager import KvstoreBlockManager
 from engine_adapter.copying.copier import Copier, CopyBatch, Direction, TwinCopier
 from engine_adapter.loading.choice import ChoiceSettings, LoadMode
-from kvstore.client import Client, DeviceSpec, Session, connect
+from kvstore.client import Client, Compares, DeviceSpec, Session, connect
 from kvstore.errors import KvstoreError
 from kvstore.geometry import Geometry, LayerGroup
 from kvstore.identity import HashChain
+from kvstore.tables.checksums import Checksums
 from tests.support.blocks import block_bytes, describes_itself, expected, private_bytes
 from tests.support.workload import Workload
 
@@ -74,20 +75,31 @@ class Counts:
     filled_blocks: int = 0
     checked_blocks: int = 0
     checked_loads: int = 0
+    unread_loads: int = 0
     wrong: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
 
 
 class CheckingCopier:
-    """Checks in DRAM what is about to be loaded."""
+    """Checks in DRAM what is about to be loaded, but for what a mover has read and nobody has looked at.
 
-    def __init__(self, inner: Copier, counts: Counts) -> None:
+    That is compared when it has been loaded, and checked in its page before it is used.
+    """
+
+    def __init__(self, inner: Copier, counts: Counts, session: Session) -> None:
         self._inner = inner
         self._counts = counts
+        self._session = session
+
+    def takes_sums(self, nbytes: int) -> bool:
+        return self._inner.takes_sums(nbytes)
 
     def submit(self, batch: CopyBatch) -> bool:
         if batch.direction is Direction.LOAD:
-            for address in batch.sources.tolist():
+            assert batch.dram_slots is not None
+            unread = Checksums(self._session.tables.tables.columns).unread(batch.dram_slots)
+            self._counts.unread_loads += int(unread.sum())
+            for address in batch.sources[~unread].tolist():
                 page = np.ctypeslib.as_array((ctypes.c_uint8 * batch.nbytes).from_address(address))
                 self._counts.checked_loads += 1
                 if not describes_itself(page):
@@ -292,7 +304,7 @@ def _attach(client: Client, name: str, shape: Geometry, device: DeviceSpec) -> S
     until = time.monotonic() + _RESTART_S
     while True:
         try:
-            return client.attach(name, shape, device)
+            return client.attach(name, shape, device, compares=Compares.LOADS)
         except KvstoreError as error:
             if time.monotonic() > until:
                 raise
@@ -309,7 +321,7 @@ def main() -> int:
     client = connect(options.socket, timeout_s=10.0)
     device = DeviceSpec(hbm_bytes=options.hbm_bytes, index=options.device)
     session = _attach(client, options.name, geometry(options.slot_kib), device)
-    copier = CheckingCopier(TwinCopier(), counts)
+    copier = CheckingCopier(TwinCopier(), counts, session)
     blocks = KvstoreBlockManager(session, PARTS, copier, patience_s=2.0, away_s=_RESTART_S, loads=ALWAYS)
     workload = Workload(
         family=options.family,

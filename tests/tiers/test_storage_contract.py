@@ -78,6 +78,48 @@ def test_checksum_of_a_write_is_that_of_its_read(storage: StorageTier, harness: 
     assert np.array_equal(written["checksum"], read["checksum"])
 
 
+def test_an_unread_write_bears_the_checksum_that_it_was_given(storage: StorageTier, harness: Harness) -> None:
+    """Nobody looks at its bytes: what differs from its checksum is found by who reads it, or loads it."""
+    harness.fill(0)
+    right = storage.transfer(harness.write([0], [3]))["checksum"]
+    for checksum, status in ((right, MoveStatus.OK), (right + np.uint64(1), MoveStatus.CORRUPT)):
+        write = harness.write([0], [4])
+        write["unread"], write["checksum"] = 1, checksum
+        written = storage.transfer(write)
+        assert written["status"].tolist() == [MoveStatus.OK]
+        assert np.array_equal(written["checksum"], checksum)
+        assert storage.transfer(harness.read([1], [4]))["status"].tolist() == [status]
+
+
+def test_an_unread_read_says_what_its_bytes_should_be(storage: StorageTier, harness: Harness) -> None:
+    payload = harness.fill(0)
+    storage.transfer(harness.write([0, 0], [4, 5]))
+    unread = harness.read([1, 2], [4, 5])
+    unread["unread"] = 1
+    replies = storage.transfer(unread)
+    assert replies["status"].tolist() == [MoveStatus.OK] * 2
+    assert np.array_equal(replies["checksum"], storage.transfer(harness.read([3, 4], [4, 5]))["checksum"])
+    assert np.array_equal(harness.bytes[1], payload)
+    wrong = harness.write([0], [6])
+    wrong["unread"], wrong["checksum"] = 1, (1, 2)
+    storage.transfer(wrong)
+    unread = harness.read([1], [6])
+    unread["unread"] = 1
+    replies = storage.transfer(unread)
+    assert replies["status"].tolist() == [MoveStatus.OK], "whoever loads it compares"
+    assert replies["checksum"].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("field", ["hash", "ns_digest", "generation"])
+def test_another_block_is_corrupt_also_unread(storage: StorageTier, harness: Harness, field: str) -> None:
+    harness.fill(0)
+    storage.transfer(harness.write([0], [6]))
+    other = harness.read([1, 2], [6, 50])
+    other["unread"] = 1
+    other[field] += 1
+    assert storage.transfer(other)["status"].tolist() == [MoveStatus.CORRUPT] * 2
+
+
 def test_neighbours_are_left_alone(storage: StorageTier, harness: Harness) -> None:
     before, after = harness.fill(0), harness.fill(2)
     harness.fill(1)

@@ -2,7 +2,8 @@
 
 Neighbours on the disk are one vectored call straight from or into their DRAM slots, with the trailers between them in
 pages of the calling thread. A write's checksum is taken just before its call, a read's just behind it, and where calls
-are queued, several at a time, while others are under way. After a call
+are queued, several at a time, while others are under way. A move that is `unread` has none taken: it is said by who
+stored the block, and compared by who loads it. After a call
 that got nowhere each slot is tried by itself: a kernel may fail a whole call for one bad sector in it, and a bad sector
 costs its own block only. A move that names a place that is not there is refused by itself, too.
 
@@ -25,7 +26,7 @@ from kvstore.moves import MoveKind, MoveStatus
 from kvstore.wire.packed import MOVE, REPLY
 from tiers.base import MemoryTier, Moves, Replies
 from tiers.nvme.slab import Slab, stride_bytes
-from tiers.nvme.trailer import TRAILER_BYTES, Trailer, checksum, read_trailer, write_trailer
+from tiers.nvme.trailer import TRAILER_BYTES, Trailer, checksum, checksum_in, read_trailer, write_trailer
 
 try:
     from kvstore._slab_io import is_queued as _is_queued
@@ -67,7 +68,7 @@ read that comes beside writes waits for what the disk has: 8 MiB for 30 ms with 
 with 64. Smaller ones gain no processor time either: what a disk has just delivered is in no cache."""
 
 # A move as a plain tuple: where numpy costs 100 µs a move, tuples cost 10.
-_Row = tuple[int, int, int, int, int, bytes, bytes, bytes]
+_Row = tuple[int, int, int, int, int, bytes, bytes, bytes, int, bytes]
 _MOVE_FIELDS = MOVE.fields
 assert _MOVE_FIELDS is not None
 _ROW_FIELDS = {
@@ -79,6 +80,8 @@ _ROW_FIELDS = {
     "hash": "V16",
     "parent": "V16",
     "ns_digest": "V16",
+    "unread": "u1",
+    "checksum": "V16",
 }
 _ROW = np.dtype(
     {
@@ -240,7 +243,10 @@ class _Run:
 
     def write(self, written_ms: int) -> tuple[list[MoveStatus], list[bytes]]:
         """Status and checksum of each block."""
-        digests = [checksum(payload) for payload in self.buffers[::2]]
+        digests = [
+            row[-1] if row[-2] else checksum(payload)
+            for row, payload in zip(self.rows, self.buffers[::2], strict=True)
+        ]
         for row, page, digest in zip(self.rows, self.buffers[1::2], digests, strict=True):
             write_trailer(page, _trailer(row, self.slab.file.slot_bytes, written_ms, digest))
         self._call(self.slab.write)
@@ -256,8 +262,9 @@ class _Run:
                 statuses.append(MoveStatus.IO_ERROR)
                 digests.append(bytes(16))
                 continue
-            digests.append(checksum(self.buffers[2 * at]))
-            found = read_trailer(self.buffers[2 * at + 1])
+            page = self.buffers[2 * at + 1]
+            digests.append(checksum_in(page) if row[-2] else checksum(self.buffers[2 * at]))
+            found = read_trailer(page)
             whole = found is not None and found == _trailer(
                 row, self.slab.file.slot_bytes, found.written_ms, digests[-1], like=found
             )
@@ -287,7 +294,7 @@ def _trailer(
     row: _Row, length: int, written_ms: int, digest: bytes, *, like: Trailer | None = None
 ) -> Trailer:
     """The trailer of a move. What a read does not know for certain, depth and parent, is taken from `like`."""
-    _, _, offset, generation, depth, block_hash, parent, ns_digest = row
+    _, _, offset, generation, depth, block_hash, parent, ns_digest, _, _ = row
     return Trailer(
         generation,
         offset,

@@ -18,13 +18,14 @@ import xxhash
 
 from tiers.base import PAGE_BYTES
 
-__all__ = ["TRAILER_BYTES", "Trailer", "checksum", "read_trailer", "write_trailer"]
+__all__ = ["TRAILER_BYTES", "Trailer", "checksum", "checksum_in", "read_trailer", "write_trailer"]
 
 TRAILER_BYTES = PAGE_BYTES
 _MAGIC = int.from_bytes(b"KVSTRAIL", "little")
 _VERSION = 1
 _FIELDS = struct.Struct("<QIIQIIQ16s16s16s16s")
 _SELF = struct.Struct("<Q")
+_CHECKSUM = slice(_FIELDS.size - 16, _FIELDS.size)
 
 
 class Trailer(NamedTuple):
@@ -50,6 +51,11 @@ def write_trailer(page: memoryview, trailer: Trailer) -> None:
     """Puts the trailer at the start of `page` and leaves the rest as it is."""
     _FIELDS.pack_into(page, 0, _MAGIC, _VERSION, *trailer)
     _SELF.pack_into(page, _FIELDS.size, xxhash.xxh3_64_intdigest(page[: _FIELDS.size]))
+
+
+def checksum_in(page: memoryview) -> bytes:
+    """What the page says of the payload before it, if it is a trailer at all."""
+    return bytes(page[_CHECKSUM])
 
 
 def read_trailer(page: memoryview) -> Trailer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine_adapter.base import Admission, RequestId
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
@@ -38,6 +40,13 @@ class SteppedCopier(TwinCopier):
         super().__init__()
         self.turns = threading.Semaphore(0)
         self.began = threading.Event()
+        self.sources: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        """Of the load that came last."""
+
+    def submit(self, batch: CopyBatch) -> bool:
+        if batch.direction is Direction.LOAD:
+            self.sources = batch.sources
+        return super().submit(batch)
 
     def step(self, groups: int = 1) -> None:
         self.turns.release(groups)
@@ -120,6 +129,27 @@ def test_layers_come_one_group_after_the_other(service: Service) -> None:
         again = engine.run("again", tokens)
         assert again.cached_by_tier == {"hbm": CACHED * B}
         assert again.arriving is None
+        engine.await_nothing_used()
+
+
+def test_a_block_that_differs_breaks_its_step_off_before_the_last_group(service: Service) -> None:
+    """Its first layers are computed with by then; nothing of that is committed, and who asks again computes it."""
+    tokens = prompt()
+    before = service.stats().counters["wrong_blocks"]
+    with loading(service, tokens) as (engine, copier):
+        request, admission = admitted_early(engine, tokens)
+        assert admission.arriving is not None
+        copier.step(GROUPS - 1)
+        assert admission.arriving.wait_for(GROUPS - 2)
+        last = int(copier.sources[2]) + engine.session.hbm.slot_bytes - 1
+        ctypes.memset(last, ctypes.c_uint8.from_address(last).value ^ 1, 1)
+        copier.step()
+        assert not admission.arriving.wait_for(GROUPS - 1)
+        assert admission.arriving.differs
+        engine.release(request)
+        copier.step(100)
+        wait_for("the report", lambda: service.stats().counters["wrong_blocks"] == before + 1)
+        assert engine.run("again", tokens).cached_tokens == 2 * B
         engine.await_nothing_used()
 
 

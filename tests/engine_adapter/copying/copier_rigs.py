@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
 from engine_adapter.copying.cuda_copier import CudaCopier
 from engine_adapter.copying.cuda_driver import Waiting
+from engine_adapter.copying.device_sums import MakesSums
 from engine_adapter.copying.kernel import KernelKind, KernelShape
 from engine_adapter.copying.plan import Pieces
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import DEFAULT_ROUTES, Lane, Route
+from engine_adapter.copying.sum_kernel import MAX_SUMS, SumShape
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import KvstoreError
 
 U8 = NDArray[np.uint8]
@@ -28,7 +31,12 @@ U64 = NDArray[np.uint64]
 SEEN_AT = 1 << 56
 """The fake device's name of a pinned address: that address and this."""
 SMALL_LIMITS = CopyLimits(
-    max_blocks=8, portion_bytes=256 << 10, portion_copies=3, flight_bytes=512 << 10, flight_portions=2
+    max_blocks=8,
+    portion_bytes=256 << 10,
+    portion_copies=3,
+    flight_bytes=512 << 10,
+    flight_portions=2,
+    summed_from_bytes=4 << 10,
 )
 KERNEL = KernelShape(kind=KernelKind.THREADS, ctas=2)
 
@@ -136,12 +144,21 @@ def twin_rig() -> Iterator[HostRig]:
 
 @contextmanager
 def fake_rig(
-    *, limits: CopyLimits = SMALL_LIMITS, small: Lane | None = None, beside: tuple[Lane, ...] = ()
+    *,
+    limits: CopyLimits = SMALL_LIMITS,
+    small: Lane | None = None,
+    beside: tuple[Lane, ...] = (),
+    sums: MakesSums | None = None,
 ) -> Iterator[HostRig]:
     driver = FakeDriver()
     route = Route(small=(small or Lane(kernel=KERNEL),), beside=beside)
     copier = CudaCopier(
-        0, limits=limits, routes=dict.fromkeys(Direction, route), driver=driver, kernel=FakeKernel
+        0,
+        limits=limits,
+        routes=dict.fromkeys(Direction, route),
+        driver=driver,
+        kernel=FakeKernel,
+        sums=sums or FakeSums,
     )
     try:
         yield HostRig(copier)
@@ -189,6 +206,7 @@ class FakeDriver:
         self.pinned: dict[int, int] = {}
         self.batches: list[int] = []  # copies of each batch
         self.launches: list[int] = []  # pieces of each launch
+        self.sums: list[int] = []  # blocks of each launch that takes checksums
         self.most_bytes_under_way = 0
         self._bytes_under_way = 0
         self._lock = threading.Lock()
@@ -314,6 +332,25 @@ class FakeKernel:
         self._driver.launch(pieces, stream)
 
 
+class FakeSums:
+    """`SumKernel` of the fake driver."""
+
+    def __init__(self, driver: FakeDriver, shape: SumShape) -> None:
+        self._driver = driver
+
+    def launch(self, addresses: U64, nbytes: int, sums_at: int, stream: int) -> None:
+        assert 0 < len(addresses) <= MAX_SUMS
+        assert sums_at >= SEEN_AT, "kernels see pinned memory elsewhere"
+        addresses = addresses.copy()
+
+        def summed() -> None:
+            sums = checksums_at(addresses, nbytes)
+            ctypes.memmove(sums_at - SEEN_AT, sums.ctypes.data, sums.nbytes)
+
+        self._driver.sums.append(len(addresses))
+        self._driver._streams[stream].work.put(summed)
+
+
 def batch_of(
     direction: Direction,
     sources: Blocks,
@@ -321,6 +358,7 @@ def batch_of(
     done: Callable[[], None],
     *,
     after: int | None = None,
+    sums: U64 | None = None,
 ) -> CopyBatch:
     """All blocks of `sources` into `targets`."""
     return CopyBatch(
@@ -330,4 +368,5 @@ def batch_of(
         nbytes=sources.nbytes,
         done=done,
         after=after,
+        sums=sums,
     )

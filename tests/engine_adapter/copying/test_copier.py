@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import Unavailable
 from tests.engine_adapter.copying.copier_rigs import Rig, fake_rig, gpu_rig, rows, twin_rig
 
@@ -92,6 +93,60 @@ def test_bytes_arrive_before_the_completion(rig: Rig, direction: Direction) -> N
     assert rig.copier.submit(transfer.batch(done=completed))
     assert transfer.done.wait(30)
     assert equal == [True]
+
+
+@DIRECTIONS
+def test_a_batch_that_asks_has_the_checksum_of_each_block_before_its_completion(
+    rig: Rig, direction: Direction
+) -> None:
+    """Several portions, in an order of their own; a batch that does not ask is beside it."""
+    transfer, beside = Transfer(rig, direction, 23), Transfer(rig, direction, 3, seed=1)
+    order = np.random.default_rng(2).permutation(23)
+    sums, seen = np.zeros((23, 2), dtype=np.uint64), []
+    batch = CopyBatch(
+        direction=direction,
+        sources=transfer.source.addresses[order],
+        targets=transfer.target.addresses[order],
+        nbytes=BLOCK_BYTES,
+        done=lambda: (seen.append(sums.copy()), transfer.done.set())[0],
+        sums=sums,
+    )
+    assert rig.copier.takes_sums(BLOCK_BYTES)
+    assert rig.copier.submit(batch)
+    until = time.monotonic() + 30
+    while not rig.copier.submit(beside.batch()):  # too many are under way
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert transfer.done.wait(30)
+    assert beside.done.wait(30)
+    kept = transfer.bytes[order]
+    assert (seen[0] == checksums_at(rows(kept), BLOCK_BYTES)).all()
+    assert transfer.arrived()
+
+
+def test_a_load_in_groups_has_its_checksums_before_its_last_group_comes(rig: Rig) -> None:
+    transfer = Transfer(rig, Direction.LOAD, 11)
+    sums, seen = np.zeros((11, 2), dtype=np.uint64), []
+    batch = replace(
+        transfer.batch(), sums=sums, groups=4, group_done=lambda group: seen.append((group, sums.copy()))
+    )
+    assert rig.copier.submit(batch)
+    assert transfer.done.wait(30)
+    assert [group for group, _ in seen] == [0, 1, 2, 3]
+    assert (seen[-1][1] == checksums_at(rows(transfer.bytes), BLOCK_BYTES)).all()
+
+
+def test_what_a_load_changes_on_its_way_has_another_checksum() -> None:
+    """The checksum is of what has arrived, as it is read: here memory under the target changes it."""
+    with twin_rig() as rig:
+        transfer = Transfer(rig, Direction.LOAD, 2)
+        sums = np.zeros((2, 2), dtype=np.uint64)
+        damaged = transfer.bytes.copy()
+        ctypes.memset(int(transfer.source.addresses[1]) + 99, int(damaged[1, 99]) ^ 4, 1)
+        assert rig.copier.submit(replace(transfer.batch(), sums=sums))
+        assert transfer.done.wait(30)
+        right = checksums_at(rows(transfer.bytes), BLOCK_BYTES)
+        assert (sums == right).all(axis=1).tolist() == [True, False]
 
 
 @DIRECTIONS

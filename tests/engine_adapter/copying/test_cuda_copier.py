@@ -16,15 +16,20 @@ from engine_adapter.copying.cuda_copier import CudaCopier
 from engine_adapter.copying.kernel import KernelShape
 from engine_adapter.copying.portions import CopyLimits
 from engine_adapter.copying.routes import Lane, Route
+from engine_adapter.copying.sum_kernel import SumShape
+from engine_adapter.copying.summed import checksums_at
 from kvstore.errors import MissingExtra, Unavailable
 from tests.engine_adapter.copying.copier_rigs import (
     KERNEL,
+    SMALL_LIMITS,
     Blocks,
     FakeDriver,
     FakeKernel,
+    FakeSums,
     HostRig,
     batch_of,
     fake_rig,
+    rows,
 )
 
 KIB = 1024
@@ -235,7 +240,7 @@ def test_lanes_of_different_sizes_have_the_same_streams() -> None:
     """Devices have eight queues unless told otherwise, and the engine needs some of them."""
     driver = FakeDriver()
     copier = CudaCopier(0, driver=driver, kernel=FakeKernel)
-    assert len(driver._streams) == 4, "two a direction"
+    assert len(driver._streams) == 5, "two a direction, and one for loads by the engines beside a kernel"
     copier.close(5)
     assert not driver._streams
     two = Route(small=(Lane(streams=1), Lane(streams=3)))
@@ -364,3 +369,97 @@ def test_without_a_compiler_small_blocks_take_the_copy_engines(caplog: pytest.Lo
     assert (target.read() == blocks).all()
     assert "need cuda-bindings" in caplog.text
     copier.close()
+
+
+class NoSums:
+    """A device on which the kernel does not compile."""
+
+    def __init__(self, driver: FakeDriver, shape: SumShape) -> None:
+        raise MissingExtra("checksums on a GPU need cupy: pip install 'kvstore[cuda]'")
+
+    def launch(self, addresses: NDArray[np.uint64], nbytes: int, sums_at: int, stream: int) -> None:
+        raise AssertionError("it was not made")
+
+
+def test_where_a_device_takes_no_checksums_copies_go_on_and_the_log_says_who_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fake_rig(limits=CopyLimits(), sums=NoSums) as rig:
+        assert not rig.copier.takes_sums(1 << 20)
+        blocks = random_blocks(9, 4 * KIB)
+        source, target = sides(rig, Direction.STORE, blocks)
+        done, sums = threading.Event(), np.zeros((9, 2), dtype=np.uint64)
+        assert rig.copier.submit(batch_of(Direction.STORE, source, target, done.set, sums=sums))
+        assert done.wait(30)
+        assert (target.read() == blocks).all()
+        assert not sums.any(), "unknown"
+    assert "checksums are taken by the movers: checksums on a GPU need cupy" in caplog.text
+
+
+class OtherSums(FakeSums):
+    """A device whose checksums are not those of storage."""
+
+    def launch(self, addresses: NDArray[np.uint64], nbytes: int, sums_at: int, stream: int) -> None:
+        super().launch(addresses, nbytes - KIB, sums_at, stream)
+
+
+def test_a_device_whose_checksums_are_others_takes_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Every block that it stored would be called wrong when it is loaded, and thrown away."""
+    with fake_rig(limits=CopyLimits(), sums=OtherSums) as rig:
+        assert not rig.copier.takes_sums(1 << 20)
+    assert "computes other checksums than the processor" in caplog.text
+
+
+def test_a_long_batch_is_summed_portion_by_portion() -> None:
+    """Summed four portions at a time, a load waited at its end for up to 256 MiB: 1.3 ms after its last byte."""
+    limits = replace(SMALL_LIMITS, max_blocks=40, planned_portions=4)
+    with fake_rig(limits=limits) as rig:
+        blocks = random_blocks(40, 16 * KIB)
+        source, target = sides(rig, Direction.LOAD, blocks)
+        order = np.random.default_rng(1).permutation(40)
+        done, sums = threading.Event(), np.zeros((40, 2), dtype=np.uint64)
+        batch = batch_of(Direction.LOAD, scattered(source, order), target, done.set, sums=sums)
+        driver_of(rig).sums.clear()  # the copier has tried them
+        assert rig.copier.submit(batch)
+        assert done.wait(30)
+        assert sum(driver_of(rig).sums) == 40
+        assert max(driver_of(rig).sums) <= SMALL_LIMITS.portion_copies
+        assert (sums == checksums_at(rows(blocks[order]), 16 * KIB)).all()
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("nbytes", [16 * KIB, 256 * KIB])
+def test_blocks_are_whole_with_the_portion_that_brings_their_last_bytes(
+    direction: Direction, groups: int, nbytes: int
+) -> None:
+    """Not in the order of the batch where some are copied as runs, or staged; a block that is summed before it has come
+    would be called wrong, and thrown away."""
+    count = 60
+    driver = FakeDriver()
+    copier = CudaCopier(0, driver=driver, kernel=FakeKernel, sums=FakeSums)
+    rig, blocks = HostRig(copier), np.zeros((count + 1, nbytes), dtype=np.uint8)
+    source, target = sides(rig, direction, blocks)
+    for seed in range(8):
+        order = some_in_runs(count, seed)
+        batch = batch_of(direction, scattered(source, order), scattered(target, order), print)
+        batch = replace(batch, groups=groups if direction is Direction.LOAD else 1)
+        starts = np.sort(batch.targets)
+        came, told = np.zeros(count + 1, dtype=np.int64), []
+        for portion in copier._ways[direction].planner.portions(batch, 8 * nbytes):
+            first = np.searchsorted(starts, portion.pieces.targets, side="right") - 1
+            for at, size in zip(first.tolist(), portion.pieces.sizes.tolist(), strict=True):
+                came[at : at + -(-size // nbytes)] += min(size, nbytes)
+            told += portion.whole
+            at = np.searchsorted(starts, batch.targets[portion.whole.start : portion.whole.stop])
+            assert (came[at] == nbytes).all()
+        assert sorted(told) == list(range(len(order)))
+    copier.close(5)
+
+
+def some_in_runs(count: int, seed: int) -> NDArray[np.intp]:
+    """Blocks of which some are neighbours, in runs of many lengths, in any order of the runs; never the last one."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.choice(np.arange(1, count), size=rng.integers(1, 9), replace=False))
+    parts = np.split(np.arange(count), cuts)
+    return np.concatenate([parts[at] for at in rng.permutation(len(parts))])

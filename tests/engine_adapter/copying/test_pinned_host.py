@@ -230,8 +230,8 @@ def test_who_submits_never_waits_for_pinning(direction: Direction, monkeypatch: 
         assert go.wait(10)
         return register(self, address, nbytes)
 
-    monkeypatch.setattr(FakeDriver, "register", slowly)
     with fake_rig() as rig:
+        monkeypatch.setattr(FakeDriver, "register", slowly)
         done = threading.Event()
         blocks = np.arange(4 * 4096, dtype=np.uint32).view(np.uint8).reshape(4, -1)
         host, device = rig.device(blocks), rig.device(blocks[::-1].copy())

@@ -55,6 +55,8 @@ class LoadingBlocks(PrefixCacheBlocks):
         self.payload = self.memory[:, :payload]
         self.layers = loaded.config.num_layers
         self.groups, self.withheld = groups, withheld
+        self.rejects = 0
+        """So many loads more turn out, at their end, not to be what was stored."""
         self.delay_s = 0.002
         self.early: list[RequestId] = []
         self.threads: list[threading.Thread] = []
@@ -88,7 +90,11 @@ class LoadingBlocks(PrefixCacheBlocks):
             time.sleep(self.delay_s)
             part = slice(group * size, (group + 1) * size)
             self.payload[pages, part] = saved[:, part]
-            arrival.came(group)
+            if group == self.groups - 1 and self.rejects:
+                self.rejects -= 1
+                arrival.reject()
+            else:
+                arrival.came(group)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +149,23 @@ def test_requests_with_and_without_a_load_under_way_share_steps(loaded: LoadedMo
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_what_comes_and_is_not_what_was_stored_is_asked_for_again(loaded: LoadedModel, mode: str) -> None:
+    """Its step had begun with the layers before: nothing of that counts, and its answer is the same."""
+    make, settings = MODES[mode]
+    expected = answers(Engine(loaded, LoadingBlocks(loaded), settings, make_runner=make))
+    blocks = LoadingBlocks(loaded)
+    engine = Engine(loaded, blocks, settings, make_runner=make)
+    engine.generate([PROMPTS[0]], EIGHT)
+    blocks.rejects = 1
+    loads = len(blocks.early)
+    answer = engine.generate([PROMPTS[1]], EIGHT)[0]
+    assert len(blocks.early) == loads + 2
+    assert blocks.rejects == 0
+    assert answer.token_ids == expected[1].token_ids
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("withheld", [0, LAYERS - 1])
 def test_what_never_comes_fails_its_request_alone(loaded: LoadedModel, mode: str, withheld: int) -> None:
     """Nothing of the step is committed; the others compute the same again."""
@@ -187,3 +210,28 @@ def test_a_step_that_waited_for_a_load_says_nothing_of_the_speed_of_prefill(load
     assert len(told) == 1
     engine.generate([PROMPTS[2]], EIGHT)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_preempted_request_goes_on_where_what_comes_is_not_what_was_stored(
+    loaded: LoadedModel, mode: str
+) -> None:
+    """It failed, as one does that was answered from a wrong block; but what comes was used for nothing yet."""
+    make, settings = MODES[mode]
+    expected = answers(Engine(loaded, LoadingBlocks(loaded), settings, make_runner=make))
+    blocks = LoadingBlocks(loaded)
+    engine = Engine(loaded, blocks, settings, make_runner=make)
+    engine.generate([PROMPTS[0]], EIGHT)
+    request = engine.add_request(PROMPTS[1], EIGHT)
+    found: list[int] = []
+    while len(found) < 3:
+        found += [token for output in engine.step() for token in output.token_ids]
+    blocks.rejects = 1
+    engine._settle()
+    engine._scheduler.restart(engine._live[request].request)
+    outputs = list(engine.run())
+    assert blocks.rejects == 0
+    assert [output.error for output in outputs if output.error is not None] == []
+    found += [token for output in outputs for token in output.token_ids]
+    assert tuple(found) == expected[1].token_ids
+    blocks.check_integrity()

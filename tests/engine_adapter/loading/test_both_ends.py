@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import Copier
+from engine_adapter.loading import both_ends as module
 from engine_adapter.loading.both_ends import BothEnds
 from engine_adapter.loading.choice import LoadChoice
 from kvstore.client import Namespace, Session
@@ -25,6 +27,7 @@ class Store:
     def __init__(self) -> None:
         self.room = False
         self.asked: list[int] = []
+        self.dropped: list[NDArray[np.uint32]] = []
         self.hbm = SimpleNamespace(slot_bytes=1000)
 
     def match(self, namespace: object, hashes: NDArray[np.uint64]) -> SimpleNamespace:
@@ -45,18 +48,18 @@ class Store:
     def notify(self) -> None:
         pass
 
-    def stage(self, **changes: object) -> None:
-        pass
+    def stage(self, *, dropped_hbm: NDArray[np.uint32]) -> None:
+        self.dropped.append(dropped_hbm)
 
     def cancel(self, lease: int) -> None:
         pass
 
 
-def test_a_piece_that_finds_no_page_waits_for_one() -> None:
-    """Where HBM had no page to spare for a piece, nothing more was loaded, and all before it was computed."""
-    store, now = Store(), [10.0]
-    choice = SimpleNamespace(piece_blocks=lambda blocks: PIECE, queued_bytes=lambda: 0)
-    both = BothEnds(
+def both_ends(store: Store, now: list[float]) -> BothEnds:
+    choice = SimpleNamespace(
+        piece_blocks=lambda blocks: PIECE, queued_bytes=lambda: 0, loaded_beside=lambda nbytes, seconds: None
+    )
+    return BothEnds(
         cast(Session, store),
         cast(Copier, None),
         cast(Namespace, SimpleNamespace(block_tokens=BLOCK_TOKENS)),
@@ -66,6 +69,37 @@ def test_a_piece_that_finds_no_page_waits_for_one() -> None:
         count(),
         lambda: now[0],
     )
+
+
+def test_a_piece_that_is_not_what_was_stored_comes_into_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given back, and its tokens are computed."""
+    store, now = Store(), [10.0]
+    store.room = True
+    wrong = iter([True])
+
+    def load_of(session: object, grant: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            submit=lambda copier: None,
+            failed=False,
+            loaded=True,
+            wrong=next(wrong, False),
+            ended_at=now[0],
+        )
+
+    monkeypatch.setattr(module, "_load_of", load_of)
+    both = both_ends(store, now)
+    for _ in range(8):
+        both.work()
+    taken = [loaded.piece.begin for loaded in both.take(0).pieces]
+    assert store.asked[0] == BLOCKS - PIECE
+    assert BLOCKS - PIECE not in taken
+    assert [slots.tolist() for slots in store.dropped] == [list(range(BLOCKS - PIECE, BLOCKS))]
+
+
+def test_a_piece_that_finds_no_page_waits_for_one() -> None:
+    """Where HBM had no page to spare for a piece, nothing more was loaded, and all before it was computed."""
+    store, now = Store(), [10.0]
+    both = both_ends(store, now)
     for _ in range(5):
         assert both.work()
     first = list(store.asked)

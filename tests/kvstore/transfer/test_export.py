@@ -25,6 +25,7 @@ from kvstore.transfer.source import Batch, pack_blocks
 from kvstore.units import MIB
 from kvstore.wire.v1 import kvstore_pb2 as pb
 from tests.kvstore.transfer.conftest import SLOT_BYTES, engine, many, parts
+from tests.support.blocks import block_bytes
 from tests.support.daemon import small_config, started
 from tiers.nvme.slab import stride_bytes
 
@@ -95,6 +96,19 @@ def test_blocks_that_are_there_and_cannot_be_read_are_told_and_end_with_1(
     for name in ("online", "offline"):
         _, found = asyncio.run(check_file(place / name, progress=quiet))
         assert (found.stored, found.damaged) == (47, 0), "the others are in the file"
+
+
+def test_a_block_that_has_changed_in_dram_is_exported_from_the_disk(place: Path) -> None:
+    """It was given a new checksum, and would have been a sound block for whoever imports it."""
+    with started(small_config(place, nvme_bytes=128 * MIB)) as service, engine(service, parts()) as one:
+        hashes = one.store(many(1, 8))
+        assert one.client.flush().pending_blocks == 0
+        grant = one.session.acquire(one.namespace, 1, hashes).result(30)
+        one.session.dram.view(int(grant.dram_slots[3]))[4321] ^= 1
+        export(place / "m.kvx", namespace="m", socket=service.socket)
+    assert whole(place / "m.kvx") == 8
+    written = (place / "m.kvx").read_bytes()
+    assert [block_bytes(block, SLOT_BYTES).tobytes() in written for block in hashes] == [True] * 8
 
 
 def test_a_block_in_a_slab_that_was_made_meanwhile_is_read(place: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgument
 from kvstore.wire.packed import COPY, MOVE, REPLY, SEAL, hashes_of, records_of, u8_of, u32_of, u64_of
 
-RECORDS = {"SEAL": (SEAL, 48), "COPY": (COPY, 16), "MOVE": (MOVE, 104), "REPLY": (REPLY, 32)}
+RECORDS = {"SEAL": (SEAL, 48), "COPY": (COPY, 16), "MOVE": (MOVE, 120), "REPLY": (REPLY, 32)}
 
 
 @pytest.mark.parametrize("name", RECORDS)

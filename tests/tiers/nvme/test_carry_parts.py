@@ -58,7 +58,9 @@ class Rig:
     def count(self) -> int:
         return len(self.blocks) // 2
 
-    def run(self, how: Carry, kind: MoveKind) -> Carried:
+    def run(
+        self, how: Carry, kind: MoveKind, checksums: NDArray[np.uint64] | None = None, *, unread: bool = False
+    ) -> Carried:
         """Every block of the first half to its slot, or every slot to its block in the second half."""
         slot_bytes = self.slab.file.slot_bytes
         at = np.arange(self.count, dtype=np.uint64)
@@ -73,6 +75,9 @@ class Rig:
         places = at if kind is MoveKind.WRITE else at + np.uint64(self.count)
         moves["dram_offset"] = places * np.uint64(slot_bytes)
         moves["hash"] = np.stack([at, at], axis=1)
+        moves["unread"] = unread
+        if checksums is not None:
+            moves["checksum"] = checksums
         pages = memoryview(mmap.mmap(-1, MAX_RUN_SLOTS * TRAILER_BYTES))
         carried = how(self.slab, moves, self.memory, pages, 1_700_000_000_000)
         assert carried is not None, "it is one piece"
@@ -221,3 +226,25 @@ def test_a_file_in_memory_is_not_queued(tmp_path: Path) -> None:
         os.truncate(fd, len(data))
         assert not is_queued(fd, view)
         os.close(fd)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("rig", ["large", "small"])
+def test_what_is_unread_bears_and_says_the_checksum_of_who_stored_it(
+    rig: str, how: Carry, request: pytest.FixtureRequest
+) -> None:
+    """In parts, too, where a checksum is otherwise put together: neither way looks at a byte of the payload."""
+    made: Rig = request.getfixturevalue(rig)
+    right = made.run(how, MoveKind.WRITE).replies["checksum"].copy()
+    given = right + np.arange(made.count, dtype=np.uint64)[:, None]  # of the first block alone it is right
+    written = made.run(how, MoveKind.WRITE, given, unread=True)
+    assert written.failed == 0
+    assert np.array_equal(written.replies["checksum"], given)
+    unread = made.run(how, MoveKind.READ, unread=True)
+    assert unread.failed == 0
+    assert np.array_equal(unread.replies["checksum"], given)
+    assert all(made.right())
+    looked_at = made.run(how, MoveKind.READ)
+    wrong = [MoveStatus.CORRUPT] * (made.count - 1)
+    assert looked_at.replies["status"].tolist() == [MoveStatus.OK, *wrong]
+    assert np.array_equal(looked_at.replies["checksum"], right)
