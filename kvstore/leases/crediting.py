@@ -50,8 +50,8 @@ class Crediting:
         if wanted <= 0 or key is None:
             return NO_SLOTS
         asks = self._state.quotas.asks(session.namespace)
-        if tier is Tier.DRAM and self._state.early.unused(key.slot_bytes):
-            owner = self._evictor.make_room_among(key, wanted, self._not_early, asks=asks)
+        if tier is Tier.DRAM and (len(self._state.queued) or self._state.early.unused(key.slot_bytes)):
+            owner = self._room_beside_queue(key, wanted, asks)
         else:
             owner = self._evictor.make_room(tier, key, wanted, asks)
         share = -(-len(owner.free) // max(1, self._state.drawing_on(tier, key)))
@@ -59,10 +59,20 @@ class Crediting:
         session.held_bound += len(slots)
         return slots
 
-    def _not_early(self, rows: U32) -> NDArray[np.bool_]:
-        """[n] whether each was not read ahead of a request that has not asked yet: room for what may be written some
-        day is not worth a second read of it. Those are a bounded part of DRAM."""
-        return ~self._state.early.awaited(self._state.columns.dram[rows])
+    def _room_beside_queue(self, key: ClassKey, wanted: int, asks: int) -> SlotClass:
+        """Room for what may be written some day is not worth a second read of what is needed next: of blocks read ahead
+        of requests that have not asked yet, and of what those want that have, the first of them, or the first few up to
+        half of DRAM. Both are bounded, so that what is computed meanwhile finds some."""
+        state = self._state
+        due_ms = state.queued.due_first(state.dram.class_of(key).slots // 2)
+
+        def may_go(rows: U32) -> NDArray[np.bool_]:
+            return ~state.early.awaited(state.columns.dram[rows]) & state.queued.not_before(due_ms, rows)
+
+        owner = self._evictor.make_room_among(key, wanted, may_go, asks=asks)
+        if len(owner.free) < wanted:
+            self._evictor.short[Tier.DRAM, key] = None
+        return owner
 
     def wake(self) -> None:
         """Tells leases that wait for a slot, where slots of their class came free or could be freed."""

@@ -133,6 +133,17 @@ class Queued:
         """The one with the soonest deadline."""
         return self._by_key[self._sorted[0][2:]] if self._sorted else None
 
+    def due_first(self, most_rows: int) -> int:
+        """The deadline up to which requests that have asked want so many rows together, but at least that of the first,
+        whatever it wants. 0: none has."""
+        deadline_ms, rows = 0, 0
+        for request in self._asked.values():
+            rows += len(request.rows)
+            if deadline_ms and rows > most_rows:
+                break
+            deadline_ms = request.deadline_ms
+        return deadline_ms
+
     def lacking_room(self) -> list[QueuedRequest]:
         """Requests that have asked and lack room, in order."""
         return [request for request in self._asked.values() if request.lacks_room]

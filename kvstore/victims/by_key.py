@@ -18,7 +18,7 @@ from kvstore.moves import U32, U64
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.tables.slots import ClassKey, SlotClass, SlotPool
 
-__all__ = ["ONLY_COPY_MS", "ByKey", "Chosen", "kept", "lower"]
+__all__ = ["ONLY_COPY_MS", "ByKey", "Chosen", "kept", "lower", "unheld"]
 
 Evictable = Callable[[SlotPool, U32], NDArray[np.bool_]]
 """[n] whether each slot may be a victim now."""
@@ -105,7 +105,7 @@ class ByKey:
 
     def _below(self, pool: SlotPool, owner: SlotClass, low: int, threshold: np.uint64) -> U32:
         """Evictable slots of one window with keys up to `threshold`."""
-        slots = _unheld(pool, low, low + _WINDOW_SLOTS)
+        slots = unheld(pool, low, low + _WINDOW_SLOTS)
         slots = slots[self._state.columns.touch.take(pool.row.take(slots)) <= threshold]
         slots = slots[self._of_class(owner).take(pool.extent.take(slots))]
         slots = slots[self._evictable(pool, slots)]
@@ -125,7 +125,7 @@ class ByKey:
         found = asked = 0
         for window in range(begin, begin + windows):
             low = window % windows * _WIDE_WINDOW_SLOTS
-            slots = _unheld(pool, low, low + _WIDE_WINDOW_SLOTS)
+            slots = unheld(pool, low, low + _WIDE_WINDOW_SLOTS)
             slots = slots[of_class.take(pool.extent.take(slots))]
             asked += len(slots)
             parts.append(slots[self._evictable(pool, slots)][:_WINDOW_SLOTS])
@@ -190,7 +190,7 @@ def lower(columns: Columns, tier: Tier, rows: U32) -> NDArray[np.bool_]:
     return found
 
 
-def _unheld(pool: SlotPool, low: int, high: int) -> U32:
+def unheld(pool: SlotPool, low: int, high: int) -> U32:
     """Complete slots of a range that nobody holds."""
     good = (pool.state[low:high] & _STATE_BITS) == np.uint64(SlotState.SEALED)
     if len(pool.holders):

@@ -7,6 +7,7 @@ it does not know any, the store's own key does (`kvstore.victims.by_key`).
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvstore.moves import U32, MissCause
 from kvstore.state import NO_SLOTS, StoreState
 from kvstore.tables.slots import ClassKey, SlotClass, SlotPool
 from kvstore.tables.table import PINNED
-from kvstore.victims.by_key import ONLY_COPY_MS, ByKey, Chosen, kept, lower
+from kvstore.victims.by_key import ONLY_COPY_MS, ByKey, Chosen, kept, lower, unheld
 from kvstore.victims.quotas import ANYBODY
 from kvstore.victims.ranking import Ranking
 from kvstore.victims.turns import Turns
@@ -29,6 +30,7 @@ _SAMPLE_SLOTS = 4096
 _TURN_SLOTS = 1024
 _ROW_WINDOW = 1 << 16
 _ROWS_A_CALL = 2048
+_SLOTS_A_LOOK = 1 << 18
 _STATE_BITS = np.uint64(0xFF)
 _ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -36,7 +38,17 @@ _ANY = np.uint64(0xFFFFFFFFFFFFFFFF)
 class Evictor:
     """Frees slots. Nothing held, being filled, waited for or on its way is ever a victim."""
 
-    __slots__ = ("_by_key", "_chosen", "_refilling", "_row_hand", "_state", "_turns", "leaving", "short")
+    __slots__ = (
+        "_by_key",
+        "_chosen",
+        "_looked",
+        "_refilling",
+        "_row_hand",
+        "_state",
+        "_turns",
+        "leaving",
+        "short",
+    )
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -44,6 +56,8 @@ class Evictor:
         self._chosen: dict[tuple[Tier, ClassKey, bytes], Chosen] = {}
         self._by_key = ByKey(state, self.evictable)
         self._row_hand = 0
+        self._looked: Counter[tuple[Tier, ClassKey]] = Counter()
+        """Windows of a class where `unwanted` goes on."""
         self._refilling: set[tuple[Tier, ClassKey]] = set()
         """Classes whose reserve fell below the low mark and has not reached the high one."""
         self.short: dict[tuple[Tier, ClassKey], None] = {}
@@ -380,18 +394,28 @@ class Evictor:
     def unwanted(self, tier: Tier, key: ClassKey, most: int) -> int:
         """Slots of a class that are free, or of blocks that may go and no queued request wants; it counts to `most`.
 
-        O(slots of the class).
+        It looks at so many slots a call that none takes long, from where the last one stopped: it may count too few.
         """
         pool, queued = self._state.pool(tier), self._state.queued
         owner = pool.class_of(key)
-        count = len(owner.free)
-        for base, size in owner.free.ranges():
-            for first in range(base, base + size, _SAMPLE_SLOTS):
-                if count >= most:
-                    return most
-                slots = np.arange(first, min(first + _SAMPLE_SLOTS, base + size), dtype=np.uint32)
-                slots = slots[self.evictable(pool, slots)]
-                count += int(np.count_nonzero(queued.wanted[pool.row[slots]] == 0))
+        count, looked, begin = len(owner.free), 0, self._looked[tier, key]
+        ranges = [
+            (low, min(low + _ROW_WINDOW, base + size))
+            for base, size in owner.free.ranges()
+            for low in range(base, base + size, _ROW_WINDOW)
+        ]
+        for window in range(begin, begin + len(ranges)):
+            self._looked[tier, key] = window % len(ranges)
+            if count >= most or looked >= _SLOTS_A_LOOK:
+                break
+            low, high = ranges[window % len(ranges)]
+            looked += high - low
+            slots = unheld(pool, low, high)
+            slots = slots[queued.wanted.take(pool.row.take(slots)) == 0]
+            for first in range(0, len(slots), _SAMPLE_SLOTS):
+                if count < most:
+                    part = slots[first : first + _SAMPLE_SLOTS]
+                    count += int(np.count_nonzero(self.evictable(pool, part)))
         return min(count, most)
 
     # -- extents that change class

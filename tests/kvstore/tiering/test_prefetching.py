@@ -292,6 +292,21 @@ def test_room_for_what_will_be_written_spares_what_was_read_ahead() -> None:
     rig.check()
 
 
+def test_room_for_what_will_be_written_spares_what_the_first_that_waits_needs_next() -> None:
+    """What had come for a request that asked and waits, and was about to ask again, was pushed out and read again; when
+    its last blocks came the first went, so it waited for the disk behind the next."""
+    rig = small(dram=8)
+    one = rig.attach()
+    for lease in (1, 2):
+        on_disk(rig, one, chain(4, seed=lease))
+    for lease in (1, 2):
+        assert (rig.acquire(one, chain(4, seed=lease), lease=lease).outcomes == PROMOTING).all()
+    assert len(reads(rig)) == 8
+    assert len(rig.room(one, 8).dram_slots) == 4  # of the second: what is computed meanwhile finds room
+    assert (kept(rig, one, chain(4, seed=1)), kept(rig, one, chain(4, seed=2))) == (4, 0)
+    rig.check()
+
+
 def test_what_came_ahead_for_one_that_has_asked_is_not_pushed_out_for_one_that_asks_later() -> None:
     """A request whose blocks were all on their way when it asked kept its deadline: those that asked after it had
     sooner ones, took its slots before it had used them, and it was served last of all."""

@@ -45,6 +45,21 @@ def test_the_soonest_is_first_and_who_asked_before_all() -> None:
     assert queued.faults() == []
 
 
+def test_who_is_next_is_told_by_how_much_they_want_but_the_first_counts_whatever_it_wants() -> None:
+    queued = Queued(ROWS)
+    assert queued.due_first(8) == 0
+    put(queued, 9, chain_of(*range(40, 50)), 100)  # has not asked
+    assert queued.due_first(8) == 0
+    for lease, size in ((1, 6), (2, 2), (3, 1)):
+        rows = chain_of(*range(10 * lease, 10 * lease + size))
+        queued.ask(0, lease, rows, words(rows), now_ms=50)
+    deadlines = {request.lease: request.deadline_ms for request in queued.in_order()}
+    assert queued.due_first(8) == deadlines[2]
+    assert queued.due_first(9) == deadlines[3]
+    assert queued.due_first(5) == deadlines[1]
+    assert queued.faults() == []
+
+
 def test_deadlines_of_what_is_shared_are_those_of_who_still_waits() -> None:
     """A block kept the deadline of a request that had it long since, and was spared for others that come later."""
     rng = random.Random(1)
