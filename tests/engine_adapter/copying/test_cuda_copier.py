@@ -240,7 +240,7 @@ def test_lanes_of_different_sizes_have_the_same_streams() -> None:
     """Devices have eight queues unless told otherwise, and the engine needs some of them."""
     driver = FakeDriver()
     copier = CudaCopier(0, driver=driver, kernel=FakeKernel)
-    assert len(driver._streams) == 5, "two a direction, and one for loads by the engines beside a kernel"
+    assert len(driver._streams) == 4, "two a direction"
     copier.close(5)
     assert not driver._streams
     two = Route(small=(Lane(streams=1), Lane(streams=3)))
