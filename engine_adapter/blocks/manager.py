@@ -240,12 +240,16 @@ class KvstoreBlockManager:
         for entry in self._unasked.in_the_way():
             if entry.may_go_on:
                 self._start_again(entry)
-            elif entry.phase is Phase.QUEUED:
-                self._plans.end(entry.lease)
-                self._session.cancel(entry.lease)
-                if entry.due_at:
-                    self._announce(entry)
-                entry.turn_at = entry.patience_until = entry.retry_at = 0.0
+            if entry.phase is Phase.QUEUED:
+                self._end_turn(entry)
+
+    def _end_turn(self, entry: Entry) -> None:
+        """A request waits as if it had not asked yet."""
+        self._plans.end(entry.lease)
+        self._session.cancel(entry.lease)
+        if entry.due_at:
+            self._announce(entry)
+        entry.turn_at = entry.patience_until = entry.retry_at = 0.0
 
     def _start_again(self, entry: Entry) -> None:
         """A request that does not run yet gives back what it got."""

@@ -75,7 +75,34 @@ def test_one_that_asked_before_and_is_asked_for_no_more_keeps_no_turn(engine: Dr
     engine.await_nothing_used()
 
 
-def entry(lease: int, phase: Phase, asked_at: float, turn_at: float, *, lacks_room: bool) -> Entry:
+def test_one_whose_answer_is_taken_back_keeps_no_turn_either(engine: Driver) -> None:
+    """What it had got was taken back, its turn was not: one whose answer had been complete, and whose turn was over so,
+    waited for it as soon as it was asked for again."""
+    complete, partial, _ = documents(engine, 2000)
+    waiting = [engine.enqueue("complete", complete), engine.enqueue("partial", partial)]
+    entries = [engine.blocks._requests[request] for request in waiting]
+    for request, entry in zip(waiting, entries, strict=True):
+        ask_until(engine, request, lambda entry: entry.turn_at > 0.0)
+        wait_for("its blocks", lambda entry=entry: engine.blocks.end_step() or entry.changed)
+        assert engine.try_admit(request) is None
+        wait_for("an answer", lambda entry=entry: entry.may_go_on)
+    head = engine.enqueue("first", [2999, *range(1, 130 * B)])  # more than HBM has
+
+    def taken_back() -> bool:
+        assert engine.try_admit(head) is None
+        engine.blocks.end_step()
+        return all(entry.phase is Phase.QUEUED for entry in entries)
+
+    wait_for("both", taken_back)
+    assert [entry.turn_at for entry in entries] == [0.0, 0.0]
+    engine.release(head)
+    for request in waiting:
+        assert engine.admit(request, 3.0).cached_tokens == BLOCKS * B
+        engine.release(request)
+    engine.await_nothing_used()
+
+
+def made(lease: int, phase: Phase, asked_at: float, turn_at: float, *, lacks_room: bool) -> Entry:
     return Entry(
         lease=lease,
         chain=HashChain(bytes(32), B),
@@ -97,13 +124,13 @@ def test_who_is_in_the_way_of_one_that_is_asked_for(
     asked_at: float, lacks_room: bool, expected: list[int]
 ) -> None:
     entries = [
-        entry(1, Phase.QUEUED, asked_at, 90.0, lacks_room=lacks_room),
-        entry(2, Phase.QUEUED, 99.9, 80.0, lacks_room=False),  # asked for as well
-        entry(3, Phase.LOADING, 99.0, 95.0, lacks_room=False),  # it has slots
-        entry(4, Phase.QUEUED, 99.0, 80.0, lacks_room=True),
-        entry(5, Phase.QUEUED, 99.0, 95.0, lacks_room=False),  # its turn is later
-        entry(6, Phase.ADMITTED, 99.0, 80.0, lacks_room=False),  # runs
-        entry(7, Phase.QUEUED, 0.0, 0.0, lacks_room=False),  # has never asked
+        made(1, Phase.QUEUED, asked_at, 90.0, lacks_room=lacks_room),
+        made(2, Phase.QUEUED, 99.9, 80.0, lacks_room=False),  # asked for as well
+        made(3, Phase.LOADING, 99.0, 95.0, lacks_room=False),  # it has slots
+        made(4, Phase.QUEUED, 99.0, 80.0, lacks_room=True),
+        made(5, Phase.QUEUED, 99.0, 95.0, lacks_room=False),  # its turn is later
+        made(6, Phase.ADMITTED, 99.0, 80.0, lacks_room=False),  # runs
+        made(7, Phase.QUEUED, 0.0, 0.0, lacks_room=False),  # has never asked
     ]
     requests = {RequestId(str(each.lease)): each for each in entries}
     unasked = Unasked(requests, lambda: 100.0)
