@@ -279,7 +279,14 @@ _BROKEN: tuple[tuple[Break, Plan], ...] = (
     ),
     (
         the_first_word_ends_a_checksum,
-        Plan(shape=Shape(flips=0.05, comparing=1.0, devices=2), clears=0.0, clients=0.5, checks=0.1),
+        Plan(
+            shape=Shape(flips=0.2, comparing=1.0, devices=2),
+            clears=0.0,
+            clients=0.6,
+            checks=0.1,
+            asides=0.0,
+            points_between=4000,
+        ),
     ),
     (no_identity, Plan(shape=Shape())),
     (clears_are_not_noted, Plan(shape=Shape(), clears=0.01)),
