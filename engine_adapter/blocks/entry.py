@@ -69,6 +69,13 @@ class Entry:
             return self.grant is not None and self.grant.done()
         return self.phase is Phase.LOADING and (self.load is None or self.load.loaded or self.load.failed)
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether what it has got can be taken back at once: it waits for nothing, or for a load that has not begun."""
+        if self.phase is Phase.LOADING and self.load is not None and not self.load.begun:
+            return True
+        return self.may_go_on
+
     def computes(self, asked_since: float) -> bool:
         """Whether it computes what is not cached of it, or is about to: it has the slots, and the engine wants it.
 

@@ -237,25 +237,31 @@ class KvstoreBlockManager:
 
     def _make_way(self) -> None:
         """What is in the way of a request that the engine asks for: see `Unasked`."""
+        ended: list[Entry] = []
         for entry in self._unasked.in_the_way():
-            if entry.may_go_on:
+            if entry.gives_back:
                 self._start_again(entry)
             if entry.phase is Phase.QUEUED:
                 self._end_turn(entry)
+                ended.append(entry)
+        for entry in reversed(ended):  # in the order in which they are to run: they are due alike by now
+            if entry.due_at:
+                self._announce(entry)
 
     def _end_turn(self, entry: Entry) -> None:
         """A request waits as if it had not asked yet."""
         self._plans.end(entry.lease)
         self._session.cancel(entry.lease)
-        if entry.due_at:
-            self._announce(entry)
         entry.turn_at = entry.patience_until = entry.retry_at = 0.0
+        entry.lacks_room = False
 
     def _start_again(self, entry: Entry) -> None:
         """A request that does not run yet gives back what it got."""
         self._plans.end(entry.lease)
         if entry.grant is not None:
             entry.grant.abandon()
+        if entry.load is not None and not entry.load.begun:
+            entry.load.withdraw(self._copier)
         self._session.stage(dropped_hbm=entry.slots)
         entry.grant = entry.load = entry.admission = None
         entry.slots, entry.pages = NO_SLOTS, NO_PAGES

@@ -48,6 +48,6 @@ class Unasked:
             if entry.phase is not Phase.ADMITTED
             and entry.asked_at < since
             and entry.turn_at > 0.0
-            and (entry.turn_at < last or entry.may_go_on)
+            and (entry.turn_at < last or entry.gives_back)
         ]
         return sorted(found, key=lambda entry: -entry.turn_at)

@@ -12,6 +12,7 @@ import pytest
 from engine_adapter.base import RequestId
 from engine_adapter.blocks.entry import Entry, Phase
 from engine_adapter.blocks.unasked import Unasked
+from engine_adapter.copying.copier import CopyBatch, Direction, TwinCopier
 from kvstore.identity import HashChain
 from kvstore.units import MIB
 from tests.support.daemon import DEADLINE_S, Service, small_config, started, wait_for
@@ -68,16 +69,23 @@ def test_one_that_asked_before_and_is_asked_for_no_more_keeps_no_turn(engine: Dr
     ask_until(engine, told, lambda entry: entry.turn_at > 0.0)
     wait_for("its blocks", lambda: engine.blocks.end_step() or engine.blocks._requests[told].changed)
     ask_until(engine, not_told, lambda entry: entry.lacks_room and entry.retry_at > time.monotonic() + 1.0)
-    head = engine.enqueue("first", first)
-    for request in (head, told, not_told):
+    head, lacking = engine.enqueue("first", first), engine.blocks._requests[not_told]
+    assert engine.admit(head, 3.0).cached_tokens == BLOCKS * B
+    assert lacking.turn_at == 0.0
+    assert not lacking.lacks_room, "else others give way as soon as it is asked for again"
+    engine.release(head)
+    for request in (told, not_told):
         assert engine.admit(request, 3.0).cached_tokens == BLOCKS * B
         engine.release(request)
     engine.await_nothing_used()
 
 
-def test_one_whose_answer_is_taken_back_keeps_no_turn_either(engine: Driver) -> None:
+def test_one_whose_answer_is_taken_back_keeps_no_turn_either(
+    engine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had got was taken back, its turn was not: one whose answer had been complete, and whose turn was over so,
-    waited for it as soon as it was asked for again."""
+    waited for it as soon as it was asked for again. And they were announced again the last first, so that the disk read
+    first what was to run last."""
     complete, partial, _ = documents(engine, 2000)
     waiting = [engine.enqueue("complete", complete), engine.enqueue("partial", partial)]
     entries = [engine.blocks._requests[request] for request in waiting]
@@ -87,6 +95,9 @@ def test_one_whose_answer_is_taken_back_keeps_no_turn_either(engine: Driver) -> 
         assert engine.try_admit(request) is None
         wait_for("an answer", lambda entry=entry: entry.may_go_on)
     head = engine.enqueue("first", [2999, *range(1, 130 * B)])  # more than HBM has
+    announced: list[Entry] = []
+    monkeypatch.setattr(engine.blocks, "_announce", announced.append)
+    entries[0].asked_at = entries[1].asked_at  # as in one step
 
     def taken_back() -> bool:
         assert engine.try_admit(head) is None
@@ -95,10 +106,37 @@ def test_one_whose_answer_is_taken_back_keeps_no_turn_either(engine: Driver) -> 
 
     wait_for("both", taken_back)
     assert [entry.turn_at for entry in entries] == [0.0, 0.0]
+    assert [entry.lease for entry in announced] == [entry.lease for entry in entries]
     engine.release(head)
     for request in waiting:
         assert engine.admit(request, 3.0).cached_tokens == BLOCKS * B
         engine.release(request)
+    engine.await_nothing_used()
+
+
+def test_one_whose_load_has_not_begun_gives_its_slots_back(
+    engine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copier was full when its load was to begin, and nobody asked for it any more: it kept its slots for good, and
+    the only one that the engine asked for lacked them."""
+    cached, _, _ = documents(engine, 3000)
+    submit = TwinCopier.submit
+
+    def full(copier: TwinCopier, batch: CopyBatch) -> bool:
+        return batch.direction is not Direction.LOAD and submit(copier, batch)
+
+    request = engine.enqueue("cached", cached)
+    entry = engine.blocks._requests[request]
+    with monkeypatch.context() as patch:
+        patch.setattr(TwinCopier, "submit", full)
+        wait_for("slots", lambda: engine.try_admit(request) or engine.blocks.end_step() or len(entry.slots))
+    assert entry.load is not None
+    assert not entry.load.begun
+    head = engine.enqueue("first", [3999, *range(1, 100 * B)])
+    engine.admit(head, 3.0)
+    engine.release(head)
+    assert engine.admit(request, 3.0).cached_tokens == BLOCKS * B
+    engine.release(request)
     engine.await_nothing_used()
 
 
