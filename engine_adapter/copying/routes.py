@@ -61,7 +61,7 @@ DEFAULT_ROUTES: Mapping[Direction, Route] = MappingProxyType(
     {
         Direction.LOAD: Route(
             # Scattered 64 KiB, H200: 0.91 of a raw copy by the kernel, 0.88-0.93 by the engines: issuing their copies
-            # takes a core nearly as long as the link. Dealt to both, 32 KiB gain 0.01 and 16 KiB fall from 0.89 to 0.18.
+            # takes a core nearly as long as the link. Dealt to both, 32 KiB gain 0.01, and 16 KiB fall to 0.18.
             large_from_bytes=128 << 10,
             staged=(_STAGED,),
             small=(Lane(kernel=KernelShape(kind=KernelKind.BULK, ctas=8, stages=8, lag=6)),),
