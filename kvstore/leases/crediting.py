@@ -62,9 +62,11 @@ class Crediting:
     def _room_beside_queue(self, key: ClassKey, wanted: int, asks: int) -> SlotClass:
         """Room for what may be written some day is not worth a second read of what is needed next: of blocks read ahead
         of requests that have not asked yet, and of what those want that have, the first of them, or the first few up to
-        half of DRAM. Both are bounded, so that what is computed meanwhile finds some."""
-        state = self._state
-        due_ms = state.queued.due_first(state.dram.class_of(key).slots // 2)
+        half of DRAM and as long as a quarter of it is left, so that what is computed meanwhile finds some."""
+        state, slots = self._state, self._state.dram.class_of(key).slots
+        due_ms = state.queued.due_first(
+            min(slots // 2, slots - slots // 4 - state.early.unused(key.slot_bytes))
+        )
 
         def may_go(rows: U32) -> NDArray[np.bool_]:
             return ~state.early.awaited(state.columns.dram[rows]) & state.queued.not_before(due_ms, rows)

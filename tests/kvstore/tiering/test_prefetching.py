@@ -307,6 +307,23 @@ def test_room_for_what_will_be_written_spares_what_the_first_that_waits_needs_ne
     rig.check()
 
 
+def test_room_for_what_will_be_written_is_found_beside_all_that_is_spared() -> None:
+    """What was read ahead and what those want that have asked were spared up to half of DRAM each: where a queue stood
+    still nothing was written until it went on."""
+    rig = small()
+    one = rig.attach()
+    prompts = [chain(blocks, seed=blocks) for blocks in (3, 4, 8)]
+    for prompt in prompts:
+        on_disk(rig, one, prompt)
+    for lease, prompt in enumerate(prompts[:2]):
+        assert (rig.acquire(one, prompt, lease=lease).outcomes == PROMOTING).all()
+    prefetch(rig, one, prompts[2], lease=3)
+    assert len(reads(rig)) == 15
+    assert len(rig.room(one, 8).dram_slots) == 1 + 4  # the free one, and those of the second that asked
+    assert [kept(rig, one, prompt) for prompt in prompts] == [3, 0, 8]
+    rig.check()
+
+
 def test_what_came_ahead_for_one_that_has_asked_is_not_pushed_out_for_one_that_asks_later() -> None:
     """A request whose blocks were all on their way when it asked kept its deadline: those that asked after it had
     sooner ones, took its slots before it had used them, and it was served last of all."""
