@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache_use import Access, CacheUse
 from kvstore.client.attachment import Attachment
-from kvstore.client.copied import Compares, checksums_of, widened
+from kvstore.client.copied import COPIED, Compares, checksums_of, widened
 from kvstore.client.credit import SlotRun
 from kvstore.client.decision import Decision, TierChange
 from kvstore.client.descriptors import MappedMemory
@@ -39,7 +39,7 @@ from kvstore.errors import FailedPrecondition, InvalidArgument, KvstoreError
 from kvstore.geometry import Geometry
 from kvstore.layout import Tier
 from kvstore.match import MatchResult, match
-from kvstore.wire.packed import COPY, SEAL
+from kvstore.wire.packed import SEAL
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["Session"]
@@ -53,7 +53,7 @@ U64 = NDArray[np.uint64]
 
 _DRAIN_S = 2.0
 _NO_SEALS: NDArray[np.void] = np.empty(0, dtype=SEAL)
-_NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPY)
+_NO_COPIES: NDArray[np.void] = np.empty(0, dtype=COPIED)
 _NO_SLOTS: U32 = np.empty(0, dtype=np.uint32)
 _NO_HASHES: U64 = np.empty((0, 2), dtype=np.uint64)
 
