@@ -384,8 +384,7 @@ class KvstoreBlockManager:
             entry.chain.extend(token_ids[hashed:num_tokens])
         self._note_load(entry)
         full = num_tokens // self.block_tokens
-        if full < entry.cap_blocks:
-            self._telling.goes_on()
+        self._telling.sealed(goes_on=full < entry.cap_blocks)
         if full > entry.sealed_blocks and not entry.lost:
             begin = entry.sealed_blocks
             for skipped in (*entry.overtaken, range(full, full)):
@@ -435,11 +434,14 @@ class KvstoreBlockManager:
         self._copier.computing(steps)
 
     def end_step(self) -> None:
-        """See BlockManager."""
-        self._keep_in_touch()
-        if self._telling.due():
-            self._session.step()
-        self._absorb_events()
+        """See BlockManager. Most steps only decode, and end here with nothing to do: see `Telling`."""
+        waiting = len(self._requests) > self._num_admitted
+        due = self._telling.due(waiting=waiting)
+        if due or waiting:
+            self._keep_in_touch()
+            if due:
+                self._session.step()
+            self._absorb_events()
 
     def wait(self, timeout_s: float) -> None:
         """See BlockManager."""

@@ -210,10 +210,11 @@ class SessionState:
 
     def poll(self) -> list[Event]:
         """Events since the last call."""
+        if not self._fresh_news:  # without the lock, once a step: what comes now is seen by the next call
+            return []
         with self.lock:
+            events, self._events = list(self._events), deque(maxlen=_MAX_EVENTS)
             self._fresh_news = False
-            events = list(self._events)
-            self._events.clear()
             return events
 
     def wait(self, timeout_s: float) -> bool:
@@ -473,8 +474,7 @@ class SessionState:
         if not self._asked_for_prompt and self._targets.first_credit is not None:
             wished = self._targets.first_credit
         credit = 0 if self._credit_paused else max(wished, self._credit_floor)
-        levels = ((self.hbm.in_hand, credit), (self.dram.in_hand, self._targets.room))
-        wants = [0, 0]
+        levels, wants = ((self.hbm.in_hand, credit), (self.dram.in_hand, self._targets.room)), [0, 0]
         for i, (in_hand, target) in enumerate(levels):
             if in_hand * 2 < target or in_hand < self._credit_floor * (i == 0):
                 self._wanting[i] = True

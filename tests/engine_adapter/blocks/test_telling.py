@@ -14,9 +14,8 @@ class Prefill:
 
     def step(self, at_s: float, *, last: bool) -> bool:
         self.now = 100.0 + at_s
-        if not last:
-            self.telling.goes_on()
-        return self.telling.due()
+        self.telling.sealed(goes_on=not last)
+        return self.telling.due(waiting=False)
 
 
 def test_seals_of_small_steps_leave_together_and_the_last_at_once() -> None:
@@ -37,6 +36,31 @@ def test_a_step_without_a_part_of_a_prompt_says_what_waited() -> None:
     assert prefill.step(0.0, last=False)
     assert not prefill.step(0.01, last=False)
     assert prefill.step(0.02, last=True)
+
+
+def test_steps_that_only_decode_look_a_hundred_times_a_second() -> None:
+    decode = Prefill()
+    assert decode.step(0.0, last=True)
+    told = []
+    for ms in range(4, 37, 4):
+        decode.now = 100.0 + ms / 1000
+        if decode.telling.due(waiting=False):
+            told.append(ms)
+    assert told == [12, 24, 36]
+
+
+def test_a_block_that_decoding_has_filled_is_told_at_once() -> None:
+    decode = Prefill()
+    assert decode.step(0.0, last=True)
+    assert decode.step(0.001, last=True)
+    assert not decode.telling.due(waiting=False)
+
+
+def test_while_a_request_waits_every_step_tells() -> None:
+    decode = Prefill()
+    assert decode.step(0.0, last=True)
+    assert decode.telling.due(waiting=True)
+    assert decode.telling.due(waiting=True)
 
 
 def test_what_somebody_lacks_does_not_wait() -> None:
