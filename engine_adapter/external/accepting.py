@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
-import struct
 import time
 from collections.abc import Iterator
 
-from kvstore.errors import KvstoreError, PermissionDenied
+from kvstore.errors import KvstoreError
+from kvstore.wire.peer import check_peer
 
-__all__ = ["accepted", "check_uid"]
+__all__ = ["accepted"]
 
 _LOG = logging.getLogger("kvstore.engine")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _CLOSED = (errno.EBADF, errno.EINVAL)  # EINVAL: shut down
 _RETRY_S = 0.05
 
@@ -37,18 +35,10 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             time.sleep(_RETRY_S)
             continue
         try:
-            check_uid(peer)
+            check_peer(peer)
         except (KvstoreError, OSError) as error:
             _LOG.warning("a connection is refused: %s", error)
             with contextlib.suppress(OSError):
                 peer.close()
             continue
         yield peer
-
-
-def check_uid(peer: socket.socket) -> None:
-    """Raises PermissionDenied where the other end of a connection is another user's."""
-    packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
-    if uid != os.getuid():
-        raise PermissionDenied(f"the other end belongs to uid {uid}")

@@ -16,9 +16,10 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from engine_adapter.external.accepting import accepted, check_uid
+from engine_adapter.external.accepting import accepted
 from engine_adapter.group.link import Failed, Join, Mapped, receive, send
 from kvstore.errors import KvstoreError, Unavailable
+from kvstore.wire.peer import check_peer
 
 __all__ = ["RankGroup", "RankListener"]
 
@@ -98,7 +99,7 @@ class RankGroup:
             asked.settimeout(self._timeout_s)
             try:
                 asked.connect(f"\0{name}")
-                check_uid(asked)
+                check_peer(asked)
                 send(asked, message)
             except OSError as error:
                 self._forget()

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from engine_adapter.external.accepting import accepted, check_uid
+from engine_adapter.external.accepting import accepted
 from engine_adapter.external.jobs import StepReport
+from kvstore.wire.peer import check_peer
 
 __all__ = ["Hello", "LeaderChannel", "RankChannel", "RankNews"]
 
@@ -132,7 +133,7 @@ class RankChannel:
         try:
             self._socket.settimeout(_SEND_S)
             self._socket.connect(f"\0{name}")
-            check_uid(self._socket)
+            check_peer(self._socket)
             self._socket.sendall(_HELLO + json.dumps(asdict(said)).encode())
         except BaseException:
             self._socket.close()

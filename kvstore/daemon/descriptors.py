@@ -22,11 +22,11 @@ from kvstore.daemon.memory import Memory
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.session import Session, token_digest
 from kvstore.daemon.sessions import Member, Sessions
-from kvstore.daemon.sockets import check_peer
 from kvstore.errors import InvalidArgument, KvstoreError, PermissionDenied
 from kvstore.layout import Tier
 from kvstore.moves import ExtentInfo, SessionId
 from kvstore.wire import descriptors as wire
+from kvstore.wire.peer import check_peer
 from tiers.base import Sharing
 
 __all__ = ["DescriptorServer"]

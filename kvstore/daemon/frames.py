@@ -15,10 +15,10 @@ from kvstore.daemon.log import Log
 from kvstore.daemon.owner import Owner
 from kvstore.daemon.rpc import stream_error
 from kvstore.daemon.session import Session
-from kvstore.daemon.sockets import check_peer
 from kvstore.daemon.stream import QUEUED_MESSAGES, SessionStreams
 from kvstore.errors import InvalidArgument, KvstoreError, ResourceExhausted
 from kvstore.wire.frames import HELLO_BYTES, FrameReader, frame, parse_hello
+from kvstore.wire.peer import check_peer
 from kvstore.wire.v1 import kvstore_pb2 as pb
 
 __all__ = ["FrameServer"]

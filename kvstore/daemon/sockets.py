@@ -7,30 +7,19 @@ import grp
 import os
 import socket
 import stat
-import struct
 from pathlib import Path
 
 from kvstore.config import ServeConfig
-from kvstore.errors import AlreadyExists, ConfigError, PermissionDenied
+from kvstore.errors import AlreadyExists, ConfigError
 from kvstore.wire.descriptors import descriptor_path
 from kvstore.wire.frames import stream_path
 
-__all__ = ["Sockets", "admin_path", "check_peer"]
-
-_UCRED = struct.Struct("3i")
+__all__ = ["Sockets", "admin_path"]
 
 
 def admin_path(socket_path: str) -> str:
     """Where the Admin service listens, when others than the owner may reach the main socket."""
     return f"{socket_path}.admin"
-
-
-def check_peer(connection: socket.socket) -> None:
-    """Memory is shared inside one trust domain only: with the daemon's own user, and root. Raises PermissionDenied."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(packed)
-    if uid not in (os.geteuid(), 0):
-        raise PermissionDenied(f"process {pid} is of uid {uid}: memory is not shared with it")
 
 
 class Sockets:

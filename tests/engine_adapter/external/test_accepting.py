@@ -11,6 +11,7 @@ import pytest
 
 from engine_adapter.external import accepting
 from engine_adapter.external.accepting import accepted
+from kvstore.errors import PermissionDenied
 
 
 class Listener:
@@ -44,7 +45,10 @@ def test_a_process_without_descriptors_tries_again(peers: Any, closed: int) -> N
 
 
 def test_a_connection_of_another_user_is_closed(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting.os, "getuid", lambda: os.geteuid() + 1)
+    def refuse(_: socket.socket) -> None:
+        raise PermissionDenied("of another user")
+
+    monkeypatch.setattr(accepting, "check_peer", refuse)
     listener: Any = Listener(peers[0], errno.EBADF)
     assert list(accepted(listener)) == []
     assert peers[1].recv(1) == b"", "nobody is left at the other end"
