@@ -18,6 +18,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.loading.trials import Trial, Trials
 from kvstore.client import Decision, Namespace, Session, TierChange
 from kvstore.layout import MOVER_BIT, ExtentState, SlotState, Tier, states
 from kvstore.planning.guard import GuardLimits, TierGuard, Use, Verdict
@@ -36,8 +37,6 @@ _LEAST_STORED_BYTES = 8 << 20
 _QUEUE_AGE_S = 0.01
 _SETTLE_S = 0.05
 """How often it is looked whether a tier is to go out of use, or to come back: not at every step."""
-_STALE_S = 3.0
-"""After so long without a load a disk's speed is looked at again."""
 _TRIAL_SHARE, _TRIAL_S = 0.04, 0.001
 _LATE, _LATE_S, _MOST_PATIENCE_S = 1.5, 0.01, 5.0
 
@@ -76,7 +75,7 @@ class LoadChoice:
         self._stored_at = 0.0
         self._computes = False  # whether a step was measured
         self._disk = TierGuard(GuardLimits(window=_DISK_WINDOW, filling=0))
-        self._alone_at = self._beside_at = self._tried_at = 0.0  # when a disk was measured last, and tried
+        self._trials = Trials()
         self._queue = (0, -_QUEUE_AGE_S)  # bytes, when they were counted
         self._settled_at = -_SETTLE_S
 
@@ -93,19 +92,19 @@ class LoadChoice:
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
         """A load took so long; what was queued ahead of it is among the bytes."""
         if tier is Tier.NVME:
-            self._alone_at = self._clock()
+            self._trials.measured(Trial.ALONE, self._clock())
         with self._lock:
             self._meter.loaded(tier, nbytes, seconds)
 
     def loaded_beside(self, nbytes: int, seconds: float) -> None:
         """As `loaded`, from a disk while this engine computed. Any thread."""
-        self._beside_at = self._clock()
+        self._trials.measured(Trial.BESIDE, self._clock())
         with self._lock:
             self._meter.loaded_beside(nbytes, seconds)
 
     def not_loaded_beside(self, nbytes: int, seconds: float) -> None:
         """A load as in `loaded_beside` has not come for so long, and is not waited for any more. Any thread."""
-        self._beside_at = self._clock()
+        self._trials.measured(Trial.BESIDE, self._clock())
         with self._lock:
             self._meter.not_loaded_beside(nbytes, seconds)
 
@@ -162,7 +161,7 @@ class LoadChoice:
         speeds = self._speeds()
         plan = plan_request(question, speeds)
         if settings.mode is LoadMode.AUTO:
-            return self._tried(plan, question)
+            return plan
         cached = plan.cached_blocks
         in_hbm = int((tiers != Tier.HBM).argmax()) if (tiers != Tier.HBM).any() else cached
         if settings.mode is LoadMode.ALWAYS or in_hbm == cached:
@@ -193,35 +192,29 @@ class LoadChoice:
         on_disk = tiers == Tier.NVME
         return tiers[: int(on_disk.argmax())] if on_disk.any() else tiers
 
-    def _tried(self, plan: Plan, question: Question) -> Plan:
-        """A disk that nobody has asked for a while, or that is on trial, is read beside what is computed.
+    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> tuple[Plan, float]:
+        """What a request does that has blocks on disk, where it is to try how fast that is; else what was planned.
 
-        So its speed is known again, and a disk that was slow for a while is not taken for slow for ever. It costs next
-        to nothing: the computation goes on as if it were not read.
+        Beside, the computation goes on as if it were not read. The seconds: for how long a request waits that tries
+        the disk by itself, within the promise; 0: it does not. See `Trials`.
         """
-        stale = self._clock() - self._beside_at > _STALE_S or self._disk.use is Use.TRIAL
-        if not stale or plan.way is not Way.COMPUTE or question.ends is not Ends.BOTH:
-            return plan
-        slow = [segment.begin for segment in question.segments if segment.tier is Tier.NVME]
-        front = max(plan.load_end, slow[0]) if slow else plan.cached_blocks
-        return replace(plan, way=Way.BOTH_ENDS, load_end=front) if front < plan.cached_blocks else plan
+        if self._settings.mode is not LoadMode.AUTO or self._disk.use is Use.OUT:
+            return plan, 0.0
+        on_disk = tiers[: plan.cached_blocks] == Tier.NVME
+        front = max(plan.load_end, int(on_disk.argmax()))
+        beside = plan.way is Way.COMPUTE and self._settings.ends is Ends.BOTH and front < plan.cached_blocks
+        how = self._trials.begin(plan, beside=beside, now_s=self._clock())
+        if how is Trial.BESIDE:
+            return replace(plan, way=Way.BOTH_ENDS, load_end=front), 0.0
+        if how is Trial.ALONE:
+            cached = len(tiers)
+            plan = replace(plan, way=Way.LOAD, cached_blocks=cached, load_end=cached, meet=cached)
+            return plan, _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S
+        return plan, 0.0
 
     def patience_s(self, plan: Plan) -> float:
         """How long a load from disk may take before it is planned anew."""
         return _LATE * plan.load_all_s + _LATE_S if plan.expected_s else _MOST_PATIENCE_S
-
-    def trial_s(self, plan: Plan) -> float:
-        """How long a request that is not to wait for a disk waits all the same, to see how fast that is by itself.
-
-        0: it does not. Else within the promise, and seldom.
-        """
-        if plan.way is Way.LOAD or not plan.compute_all_s or self._settings.mode is not LoadMode.AUTO:
-            return 0.0
-        now = self._clock()
-        if now - self._alone_at < _STALE_S or now - self._tried_at < _STALE_S:
-            return 0.0
-        self._tried_at = now
-        return _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S
 
     def queued_bytes(self) -> int:
         """What disks have to read first, for whomever: DRAM slots that are being filled by a mover. O(DRAM slots)."""
@@ -283,6 +276,8 @@ class LoadChoice:
         for tier, verdict in ((Tier.DRAM, stores), (Tier.NVME, self._disk.settle(now))):
             if verdict is not None:
                 self._say(tier, verdict)
+                if tier is Tier.NVME and verdict.use is Use.TRIAL:
+                    self._trials.soon()
 
     def _say(self, tier: Tier, verdict: Verdict) -> None:
         name = tier.name.lower()

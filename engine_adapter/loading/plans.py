@@ -119,9 +119,9 @@ class LoadPlans:
         if plan.load_end < len(found) and computed_here(plan.load_end):
             return None
         on_disk = int(np.count_nonzero(found == Tier.NVME))
-        trial_s = self._choice.trial_s(plan) if on_disk and previous is None else 0.0
-        if trial_s:
-            plan = replace(plan, way=Way.LOAD, cached_blocks=len(found), load_end=len(found), meet=len(found))
+        trial_s = 0.0
+        if on_disk and previous is None:
+            plan, trial_s = self._choice.tried(plan, found)
         loads = plan.load_end == len(found)
         nbytes = (
             on_disk * self._session.hbm.slot_bytes + self._choice.queued_bytes() if loads and on_disk else 0

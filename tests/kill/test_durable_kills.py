@@ -29,9 +29,12 @@ from tests.support.worker import BLOCK_TOKENS
 KILLS = int(os.environ.get("KVSTORE_TEST_DURABLE_KILLS", "60"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 PROMPT_BLOCKS = 12
-NVME_BYTES = 1024 * MIB
-MOST_PROMPTS = NVME_BYTES // (20 * 1024) // PROMPT_BLOCKS * 3 // 4
-"""Slots of 16 KiB with their trailers: as many prompts never fill the disk, so that nothing may be evicted."""
+NVME_BYTES = -(-KILLS // 250) * 1024 * MIB
+"""Some nine prompts are written a kill: the disk has room for what all kills together interrupt."""
+MOST_BLOCKS = NVME_BYTES // (20 * 1024)
+"""Slots of 16 KiB with their trailers."""
+MOST_PROMPTS = MOST_BLOCKS // PROMPT_BLOCKS * 3 // 4
+"""As many never fill the disk, so that nothing may be evicted."""
 EVERYTHING = 8  # one kill in so many is the keeper's too
 CHECKED_A_KILL = 6
 
@@ -48,16 +51,17 @@ class Writer:
         """Set at each answer that acknowledges."""
         self._engine = engine
         self._rng = rng
-        self._number = 0
+        self.number = 0
+        """Prompts written."""
         self._stored: list[list[int]] = []  # since the last flush that was answered
 
     def step(self) -> None:
         """Stores a few prompts and flushes; an answer that the daemon did not live to give acknowledges nothing."""
         for _ in range(self._rng.randint(1, 4)):
-            if self._number < MOST_PROMPTS:
-                self._number += 1
+            if self.number < MOST_PROMPTS:
+                self.number += 1
                 tokens = [
-                    self._number,
+                    self.number,
                     *(self._rng.randrange(1 << 20) for _ in range(PROMPT_BLOCKS * BLOCK_TOKENS)),
                 ]
                 self._run(tokens)
@@ -154,7 +158,7 @@ class Services:
             nvme_bytes=NVME_BYTES,
             dram_bytes=16 * MIB,
             dram_extent_bytes=4 * MIB,
-            max_rows=65_536,
+            max_rows=max(65_536, 2 * MOST_BLOCKS),
         )
         self._log = folder / "kv.log"
         self._all: list[Service] = []
@@ -217,6 +221,7 @@ def test_what_a_flush_acknowledged_outlives_every_kill(tmp_path: Path) -> None:
                     )
             writer.check(writer.acknowledged)
             assert len(writer.acknowledged) >= KILLS
+            assert writer.number < MOST_PROMPTS, "the last kills met no writes: the disk is to be larger"
     finally:
         services.stop()
 

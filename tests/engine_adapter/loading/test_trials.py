@@ -1,17 +1,20 @@
-"""A request that waits for a moment to see how fast a disk is: what that says of the disk."""
+"""A request that tries how fast a disk is: when, and what that says of the disk."""
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import replace
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import Copier
 from engine_adapter.loading.choice import LoadChoice
 from engine_adapter.loading.plans import LoadPlans
+from engine_adapter.loading.trials import Trial, Trials
 from kvstore.client import Namespace, Session
 from kvstore.layout import Tier
 from kvstore.planning.planner import Plan, Way
@@ -36,8 +39,8 @@ class Choice:
             compute_all_s=0.5,
         )
 
-    def trial_s(self, plan: Plan) -> float:
-        return TRIAL_S
+    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> tuple[Plan, float]:
+        return replace(plan, way=Way.LOAD, load_end=BLOCKS), TRIAL_S
 
     def queued_bytes(self) -> int:
         return 0
@@ -76,3 +79,84 @@ def test_a_trial_that_brings_nothing_says_nothing(came: int) -> None:
     plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False)
     found = [(Tier.NVME, came * SLOT_BYTES, pytest.approx(TRIAL_S))] if came else []
     assert choice.measured == found
+
+
+def planned(*, load_s: float = 2.0, compute_s: float = 0.1, way: Way = Way.COMPUTE) -> Plan:
+    return Plan(
+        way=way,
+        cached_blocks=BLOCKS,
+        load_end=0,
+        meet=BLOCKS,
+        expected_s=compute_s,
+        load_all_s=load_s,
+        compute_all_s=compute_s,
+    )
+
+
+class Asked:
+    """Requests one behind the other, ten a second, on a clock."""
+
+    def __init__(self, *, beside: bool = True) -> None:
+        self.trials = Trials()
+        self.now = 0.0
+        self._beside = beside
+
+    def during(self, seconds: float, plan: Plan) -> list[tuple[float, Trial]]:
+        """The trials of so many seconds, with their moments."""
+        found, end = [], self.now + seconds
+        while self.now < end:
+            how = self.trials.begin(plan, beside=self._beside, now_s=self.now)
+            if how is not None:
+                found.append((round(self.now, 1), how))
+            self.now += 0.1
+        return found
+
+
+def pauses(found: list[tuple[float, Trial]]) -> list[float]:
+    return [round(later - earlier) for (earlier, _), (later, _) in pairwise(found)]
+
+
+def test_a_slow_disk_is_tried_ever_more_seldom_in_both_ways() -> None:
+    """It was tried every 3 s, each way, and while the guard had it on trial by every request: 6 % of an H200's TTFT."""
+    found = Asked().during(400.0, planned())
+    assert pauses(found)[:8] == [6, 12, 24, 48, 60, 60, 60, 60]
+    assert {how for _, how in found[::2]} == {Trial.ALONE}
+    assert {how for _, how in found[1::2]} == {Trial.BESIDE}
+
+
+def test_an_engine_that_cannot_do_both_tries_the_disk_alone() -> None:
+    assert {how for _, how in Asked(beside=False).during(100.0, planned())} == {Trial.ALONE}
+
+
+def test_long_requests_try_more_seldom() -> None:
+    found = Asked().during(1000.0, planned(compute_s=10.0, load_s=100.0))
+    assert min(pauses(found)) >= 160
+
+
+def test_a_disk_that_becomes_faster_is_tried_again_soon() -> None:
+    asked = Asked()
+    asked.during(200.0, planned())
+    begin = asked.now
+    found = asked.during(20.0, planned(load_s=1.0))
+    assert found, "half of what it took"
+    assert found[0][0] - begin <= 3.0 + 0.1
+
+
+def test_a_disk_that_was_in_use_is_tried_soon() -> None:
+    asked = Asked()
+    asked.during(200.0, planned())
+    assert asked.during(5.0, planned(load_s=0.01, way=Way.LOAD)) == []
+    begin = asked.now
+    assert asked.during(10.0, planned())[0][0] - begin <= 3.0 + 0.1
+
+
+def test_what_was_measured_anyway_is_not_tried() -> None:
+    asked = Asked()
+    for _ in range(100):
+        asked.trials.measured(Trial.ALONE, asked.now)
+        asked.trials.measured(Trial.BESIDE, asked.now)
+        assert asked.during(1.0, planned()) == []
+
+
+def test_nothing_is_tried_before_anything_was_measured() -> None:
+    assert Asked().during(10.0, planned(compute_s=0.0)) == []
