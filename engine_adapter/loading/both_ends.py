@@ -89,8 +89,13 @@ class BothEnds:
         begin: int,
         leases: Iterator[int],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        waits: bool = True,
     ) -> None:
-        """`hashes`: the cached prefix, of which blocks [begin, …) are computed or loaded."""
+        """`hashes`: the cached prefix, of which blocks [begin, …) are computed or loaded.
+
+        `waits`: whether the computation may wait for a load that is expected sooner.
+        """
         self._session = session
         self._copier = copier
         self._namespace = namespace
@@ -98,6 +103,7 @@ class BothEnds:
         self._hashes = hashes
         self._leases = leases
         self._clock = clock
+        self._waits = waits
         self._lock = threading.Lock()
         self._meeting = Meeting(begin=begin, end=len(hashes), piece=choice.piece_blocks(len(hashes) - begin))
         self._asked: list[_Asked] = []
@@ -126,7 +132,8 @@ class BothEnds:
         Never beyond what is loaded, taken or not.
         """
         with self._lock:
-            return self._choice.stop(self._meeting, tokens, self._clock(), self._namespace.block_tokens)
+            now, block_tokens = self._clock(), self._namespace.block_tokens
+            return self._choice.stop(self._meeting, tokens, now, block_tokens, waits=self._waits)
 
     def close(self) -> None:
         """What is not loaded yet is not needed any more."""

@@ -26,7 +26,7 @@ from kvstore.planning.meeting import Meeting, piece_blocks
 from kvstore.planning.planner import Ends, Plan, Question, Way, plan_request, segments_of
 from kvstore.planning.speeds import PrefillSpeed, SpeedMeter, Speeds, TierSpeed
 
-__all__ = ["ChoiceSettings", "LoadChoice", "LoadMode"]
+__all__ = ["ChoiceSettings", "LoadChoice", "LoadMode", "Tried"]
 
 _LOG = logging.getLogger("kvstore.planning.planner")
 _DISK_WINDOW = 16
@@ -57,6 +57,14 @@ class ChoiceSettings:
     ends: Ends = Ends.FRONT
     chunk_tokens: int = 512
     attention: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A request that tries a disk: what it does, and for how long it waits for the disk by itself; 0: beside."""
+
+    plan: Plan
+    wait_s: float
 
 
 class LoadChoice:
@@ -172,10 +180,10 @@ class LoadChoice:
         """See `kvstore.planning.meeting`. Any thread."""
         return piece_blocks(blocks, self._session.hbm.slot_bytes, self._speeds().behind)
 
-    def stop(self, meeting: Meeting, tokens: int, now: float, block_tokens: int) -> int:
-        """Where the next step of a request that is loaded from behind should end."""
+    def stop(self, meeting: Meeting, tokens: int, now: float, block_tokens: int, *, waits: bool) -> int:
+        """Where the next step of a request that is loaded from behind should end. `waits`: whether it may wait."""
         slot_bytes = self._session.hbm.slot_bytes
-        return meeting.stop(tokens, now, block_tokens, slot_bytes, self._both_speeds())
+        return meeting.stop(tokens, now, block_tokens, slot_bytes, self._both_speeds(), waits=waits)
 
     def _both_speeds(self) -> tuple[PrefillSpeed | None, TierSpeed | None]:
         speeds = self._speeds()
@@ -192,25 +200,24 @@ class LoadChoice:
         on_disk = tiers == Tier.NVME
         return tiers[: int(on_disk.argmax())] if on_disk.any() else tiers
 
-    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> tuple[Plan, float]:
-        """What a request does that has blocks on disk, where it is to try how fast that is; else what was planned.
+    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> Tried | None:
+        """What a request does instead that has blocks on disk and is to try how fast that is; None: what was planned.
 
-        Beside, the computation goes on as if it were not read. The seconds: for how long a request waits that tries
-        the disk by itself, within the promise; 0: it does not. See `Trials`.
+        See `Trials`. Waiting for the disk by itself stays within the promise.
         """
         if self._settings.mode is not LoadMode.AUTO or self._disk.use is Use.OUT:
-            return plan, 0.0
+            return None
         on_disk = tiers[: plan.cached_blocks] == Tier.NVME
         front = max(plan.load_end, int(on_disk.argmax()))
         beside = plan.way is Way.COMPUTE and self._settings.ends is Ends.BOTH and front < plan.cached_blocks
         how = self._trials.begin(plan, beside=beside, now_s=self._clock())
         if how is Trial.BESIDE:
-            return replace(plan, way=Way.BOTH_ENDS, load_end=front), 0.0
+            return Tried(replace(plan, way=Way.BOTH_ENDS, load_end=front), 0.0)
         if how is Trial.ALONE:
             cached = len(tiers)
             plan = replace(plan, way=Way.LOAD, cached_blocks=cached, load_end=cached, meet=cached)
-            return plan, _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S
-        return plan, 0.0
+            return Tried(plan, _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S)
+        return None
 
     def patience_s(self, plan: Plan) -> float:
         """How long a load from disk may take before it is planned anew."""

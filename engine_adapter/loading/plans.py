@@ -58,7 +58,7 @@ class _Planned:
     hashes: _Hashes  # [cached]
     asked_at: float
     disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
-    trial: bool  # it waits for a moment, to see how fast a disk is
+    trial: bool  # it is only to see how fast a disk is
     both: BothEnds | None = None
     overtaken_blocks: int = 0
     alone: bool = True  # the engine has had no other request since
@@ -119,16 +119,16 @@ class LoadPlans:
         if plan.load_end < len(found) and computed_here(plan.load_end):
             return None
         on_disk = int(np.count_nonzero(found == Tier.NVME))
-        trial_s = 0.0
-        if on_disk and previous is None:
-            plan, trial_s = self._choice.tried(plan, found)
+        tried = self._choice.tried(plan, found) if on_disk and previous is None else None
+        if tried is not None:
+            plan = tried.plan
         loads = plan.load_end == len(found)
         nbytes = (
             on_disk * self._session.hbm.slot_bytes + self._choice.queued_bytes() if loads and on_disk else 0
         )
         known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
         planned = self._planned[lease] = _Planned(
-            plan, known, prompt[: len(known)], self._clock(), nbytes, bool(trial_s)
+            plan, known, prompt[: len(known)], self._clock(), nbytes, tried is not None
         )
         if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
             planned.asked_at, planned.disk_bytes, planned.tiers = (
@@ -137,7 +137,8 @@ class LoadPlans:
                 previous.tiers,
             )
         if loads:
-            return Ask(len(prompt), wait_s=trial_s or self._choice.patience_s(plan))
+            wait_s = self._choice.patience_s(plan) if tried is None else tried.wait_s
+            return Ask(len(prompt), wait_s=wait_s)
         self._session.cancel(lease)  # what a prefetch of it has not read yet is not to be read from the front
         if previous is not None:
             self._choice.queue_cancelled()
@@ -178,6 +179,7 @@ class LoadPlans:
             hits,
             self._leases,
             self._clock,
+            waits=not planned.trial,
         )
         self._loader.add(planned.both)
 

@@ -1,10 +1,9 @@
 """When a disk that a request is not to wait for is read all the same, so that it stays known how fast it is.
 
 Loads tell how fast a disk is that is worth reading. One that is not is tried now and then: by itself, where the request
-waits for a moment, or beside a computation that goes on as if nothing were read. Either makes the request a little
-later, the second by up to a quarter: its steps end where pieces may come. So the pause before the next trial doubles
-with each that changes nothing, and is never less than 16 times what the request takes to compute: all of them cost one
-or two percent of the time at most. Pure: the clock is an argument.
+waits for a moment, or beside a computation that waits for nothing. Either makes the request a little later, the
+second since its steps end where pieces may come. So the pause before the next trial doubles with each that changes
+nothing, and is never less than 16 times what the request takes to compute. Pure: the clock is an argument.
 """
 
 from __future__ import annotations

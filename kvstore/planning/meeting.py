@@ -111,12 +111,21 @@ class Meeting:
         """Whether a load that was asked for would change nothing any more."""
         return piece.end <= self.computed
 
-    def stop(self, tokens: int, now: float, block_tokens: int, slot_bytes: int, speeds: _Speeds) -> int:
+    def stop(
+        self,
+        tokens: int,
+        now: float,
+        block_tokens: int,
+        slot_bytes: int,
+        speeds: _Speeds,
+        *,
+        waits: bool = True,
+    ) -> int:
         """How far (a block) the next step should compute, so that it ends when what lies behind is loaded.
 
         `tokens`: computed so far; the block that they end in means: wait for the loads, which are expected sooner than
         anything could be computed in their place. Nobody waits for one that is late, since the disk is slower than it
-        was taken for. Never into loaded blocks. O(pieces between both ends).
+        was taken for, and nobody does where not `waits`. Never into loaded blocks. O(pieces between both ends).
         """
         prefill, tier = speeds
         ready = self.next_loaded.begin
@@ -137,7 +146,7 @@ class Meeting:
             return max(computed_s, loaded_s)
 
         # One that was measured in small steps alone may be faster than it looks: it goes on.
-        waits = prefill.proven_tokens >= min(_PROVEN_TOKENS, (ready - here) * block_tokens)
+        waits &= prefill.proven_tokens >= min(_PROVEN_TOKENS, (ready - here) * block_tokens)
         oldest = next(iter(self._asked.values()))
         waits &= elapsed_s <= _LATE * tier.seconds(len(oldest) * slot_bytes) + _LATE_S
         edges = [edge for edge in self._edges(ready) if edge <= farthest and (waits or edge > here)]

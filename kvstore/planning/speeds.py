@@ -9,7 +9,7 @@ out are frozen records of coefficients, which `kvstore.planning.planner` reads. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import frexp
 
@@ -267,11 +267,15 @@ class SpeedMeter:
         self._both = 1.0 + _BOTH_FADE * (self._both - 1.0)
 
     def speeds(self) -> Speeds:
-        """What is known now. A disk that was only read beside computations is not faster without: so it counts."""
+        """What is known now. A disk that was only read beside computations is not faster without: so it counts.
+
+        Nor are its bytes much faster beside one: a line through pieces of one size may put all down to their start.
+        """
         beside = _tier(self._beside) if self._beside.count else None
         tiers = {tier: _tier(line) for tier, line in self._tiers.items()}
         if beside is not None:
-            tiers.setdefault(Tier.NVME, beside)
+            byte_s = tiers.setdefault(Tier.NVME, beside).byte_s / _APART
+            beside = replace(beside, byte_s=max(beside.byte_s, byte_s))
         return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside, both_factor=self._both)
 
     def _prefill_speed(self) -> PrefillSpeed | None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine_adapter.copying.copier import Copier
-from engine_adapter.loading.choice import LoadChoice
+from engine_adapter.loading.choice import LoadChoice, Tried
 from engine_adapter.loading.plans import LoadPlans
 from engine_adapter.loading.trials import Trial, Trials
 from kvstore.client import Namespace, Session
@@ -39,8 +39,8 @@ class Choice:
             compute_all_s=0.5,
         )
 
-    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> tuple[Plan, float]:
-        return replace(plan, way=Way.LOAD, load_end=BLOCKS), TRIAL_S
+    def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> Tried:
+        return Tried(replace(plan, way=Way.LOAD, load_end=BLOCKS), TRIAL_S)
 
     def queued_bytes(self) -> int:
         return 0

@@ -60,3 +60,15 @@ def test_both_ends_that_take_longer_than_expected_are_forgiven_after_a_while() -
     for _ in range(20):
         meter.both_took(0.16, 0.1)
     assert meter.speeds().both_factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_pieces_of_one_size_do_not_make_a_disk_one_that_takes_no_time_for_bytes() -> None:
+    """Where pieces came late at times all was put down to their start: both ends were to meet far too soon."""
+    meter = SpeedMeter()
+    for _ in range(8):
+        meter.loaded(Tier.NVME, 512 * MIB, 0.4)
+    for size, seconds in ((24, 0.09), (12, 0.09), (30, 0.08), (16, 0.1)) * 4:
+        meter.loaded_beside(size * MIB, seconds)
+    speeds = meter.speeds()
+    assert speeds.behind is not None
+    assert speeds.behind.seconds(512 * MIB) >= 0.4 / 1.5
