@@ -94,7 +94,8 @@ class BothEnds:
     ) -> None:
         """`hashes`: the cached prefix, of which blocks [begin, …) are computed or loaded.
 
-        `waits`: whether the computation may wait for a load that is expected sooner.
+        `waits`: whether the computation may wait for a load that is expected sooner. Where it may not, loads are to
+        show how fast a disk is: what was asked for is let come, though it be computed by then.
         """
         self._session = session
         self._copier = copier
@@ -154,7 +155,7 @@ class BothEnds:
                 return False
             now, meeting = self._clock(), self._meeting
             for asked in tuple(self._asked):
-                if meeting.unneeded(asked.piece):
+                if meeting.unneeded(asked.piece) and self._is_over(asked, now):
                     self._drop(asked)
                 elif asked.slots is not None:
                     self._finish(asked, now)
@@ -169,14 +170,30 @@ class BothEnds:
     def _begin(self, piece: Piece, now: float) -> None:
         slot_bytes = self._session.hbm.slot_bytes
         own = sum(len(asked.piece) for asked in self._asked) * slot_bytes
+        on_disk = len(piece) - np.count_nonzero(self._tiers(piece) != Tier.NVME)
+        queued = max(self._choice.queued_bytes(), own) if on_disk else 0
         asked = _Asked(
             piece=piece,
             lease=next(self._leases),
             asked_at=now,
-            nbytes=max(self._choice.queued_bytes(), own) + len(piece) * slot_bytes,
+            nbytes=queued + int(on_disk) * slot_bytes,
         )
         self._asked.append(asked)
         self._ask(asked)
+
+    def _is_over(self, asked: _Asked, now: float) -> bool:
+        """Whether a piece that is computed by now is let go of: where it tries the disk, once all of it is in memory.
+
+        Then that is measured. One that lacks slots says nothing of the disk.
+        """
+        if self._waits or asked.lacks_slots:
+            return True
+        if asked.slots is None and not self._in_memory(asked.piece):
+            return False
+        if asked.nbytes:
+            self._choice.loaded_beside(asked.nbytes, now - asked.asked_at)
+            asked.nbytes = 0
+        return True
 
     def _ask(self, asked: _Asked) -> None:
         piece = asked.piece
@@ -186,8 +203,12 @@ class BothEnds:
 
     def _in_memory(self, piece: Piece) -> bool:
         """Whether all of it is, by the shared tables: sooner known than told."""
-        tiers = self._session.match(self._namespace, self._hashes[piece.begin : piece.end]).tiers
+        tiers = self._tiers(piece)
         return len(tiers) == len(piece) and not (tiers == Tier.NVME).any()
+
+    def _tiers(self, piece: Piece) -> NDArray[np.uint8]:
+        """Of its leading blocks that are cached."""
+        return self._session.match(self._namespace, self._hashes[piece.begin : piece.end]).tiers
 
     def _take_answer(self, asked: _Asked, now: float) -> None:
         pending = asked.grant

@@ -38,6 +38,8 @@ _QUEUE_AGE_S = 0.01
 _SETTLE_S = 0.05
 """How often it is looked whether a tier is to go out of use, or to come back: not at every step."""
 _TRIAL_SHARE, _TRIAL_S = 0.04, 0.001
+_SURPRISING = 2.0
+"""Times as fast as a disk was taken for."""
 _LATE, _LATE_S, _MOST_PATIENCE_S = 1.5, 0.01, 5.0
 
 
@@ -99,20 +101,26 @@ class LoadChoice:
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
         """A load took so long; what was queued ahead of it is among the bytes."""
-        if tier is Tier.NVME:
-            self._trials.measured(Trial.ALONE, self._clock())
         with self._lock:
+            known = self._meter.speeds().tiers.get(tier)
             self._meter.loaded(tier, nbytes, seconds)
+        if tier is Tier.NVME:
+            self._measured(Trial.ALONE, known, nbytes, seconds)
 
     def loaded_beside(self, nbytes: int, seconds: float) -> None:
         """As `loaded`, from a disk while this engine computed. Any thread."""
-        self._trials.measured(Trial.BESIDE, self._clock())
         with self._lock:
+            known = self._meter.speeds().behind
             self._meter.loaded_beside(nbytes, seconds)
+        self._measured(Trial.BESIDE, known, nbytes, seconds)
+
+    def _measured(self, how: Trial, known: TierSpeed | None, nbytes: int, seconds: float) -> None:
+        surprising = known is not None and seconds * _SURPRISING < known.seconds(nbytes)
+        self._trials.measured(how, self._clock(), surprising=surprising)
 
     def not_loaded_beside(self, nbytes: int, seconds: float) -> None:
         """A load as in `loaded_beside` has not come for so long, and is not waited for any more. Any thread."""
-        self._trials.measured(Trial.BESIDE, self._clock())
+        self._trials.measured(Trial.BESIDE, self._clock(), surprising=False)
         with self._lock:
             self._meter.not_loaded_beside(nbytes, seconds)
 
@@ -207,17 +215,19 @@ class LoadChoice:
         """
         if self._settings.mode is not LoadMode.AUTO or self._disk.use is Use.OUT:
             return None
-        on_disk = tiers[: plan.cached_blocks] == Tier.NVME
-        front = max(plan.load_end, int(on_disk.argmax()))
-        beside = plan.way is Way.COMPUTE and self._settings.ends is Ends.BOTH and front < plan.cached_blocks
+        beside = plan.way is Way.COMPUTE and self._settings.ends is Ends.BOTH
         how = self._trials.begin(plan, beside=beside, now_s=self._clock())
         if how is Trial.BESIDE:
-            return Tried(replace(plan, way=Way.BOTH_ENDS, load_end=front), 0.0)
+            return Tried(replace(plan, way=Way.BOTH_ENDS), 0.0)
         if how is Trial.ALONE:
             cached = len(tiers)
             plan = replace(plan, way=Way.LOAD, cached_blocks=cached, load_end=cached, meet=cached)
             return Tried(plan, _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S)
         return None
+
+    def not_tried(self) -> None:
+        """The request that was to try the disk last lacked slots for it."""
+        self._trials.undo()
 
     def patience_s(self, plan: Plan) -> float:
         """How long a load from disk may take before it is planned anew."""

@@ -16,7 +16,7 @@ from engine_adapter.base import EVERYTHING, Reach
 from engine_adapter.copying.copier import Copier
 from engine_adapter.loading.arrival import Arrival
 from engine_adapter.loading.both_ends import BothEnds, LoadedPiece, PieceLoader
-from engine_adapter.loading.choice import LoadChoice
+from engine_adapter.loading.choice import LoadChoice, Tried
 from engine_adapter.loading.layer_groups import LayerGroups
 from engine_adapter.loading.load import Load
 from kvstore.client import Namespace, Session
@@ -58,10 +58,14 @@ class _Planned:
     hashes: _Hashes  # [cached]
     asked_at: float
     disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
-    trial: bool  # it is only to see how fast a disk is
+    tried: Tried | None  # it is only to see how fast a disk is
     both: BothEnds | None = None
     overtaken_blocks: int = 0
     alone: bool = True  # the engine has had no other request since
+
+    def lacked_slots(self, now: float) -> bool:
+        """Whether a trial that is asked for again has not come to ask the disk anything."""
+        return self.tried is not None and self.both is None and now - self.asked_at <= self.tried.wait_s
 
 
 class LoadPlans:
@@ -110,8 +114,12 @@ class LoadPlans:
         this one would; ask again.
         """
         found, previous = self._session.match(self._namespace, prompt).tiers, self._planned.get(lease)
+        to_try = previous is None
         if previous is not None:
-            self._note_arrived(previous, found)
+            if to_try := previous.lacked_slots(self._clock()):
+                self._choice.not_tried()
+            else:
+                self._note_arrived(previous, found)
             self.end(lease)
         if not (found != Tier.HBM).any():
             return Ask(len(prompt))
@@ -119,7 +127,7 @@ class LoadPlans:
         if plan.load_end < len(found) and computed_here(plan.load_end):
             return None
         on_disk = int(np.count_nonzero(found == Tier.NVME))
-        tried = self._choice.tried(plan, found) if on_disk and previous is None else None
+        tried = self._choice.tried(plan, found) if on_disk and to_try else None
         if tried is not None:
             plan = tried.plan
         loads = plan.load_end == len(found)
@@ -128,7 +136,7 @@ class LoadPlans:
         )
         known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
         planned = self._planned[lease] = _Planned(
-            plan, known, prompt[: len(known)], self._clock(), nbytes, tried is not None
+            plan, known, prompt[: len(known)], self._clock(), nbytes, tried
         )
         if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
             planned.asked_at, planned.disk_bytes, planned.tiers = (
@@ -162,7 +170,7 @@ class LoadPlans:
             missing = int(np.count_nonzero(wanted)) - came
             nbytes = planned.disk_bytes - missing * self._session.hbm.slot_bytes
             self._choice.loaded(Tier.NVME, nbytes, waited_s)
-        elif not planned.trial:
+        elif planned.tried is None:
             self._choice.loaded(Tier.NVME, planned.disk_bytes, 2.0 * waited_s)
 
     def begin(self, lease: int, hits: int) -> None:
@@ -179,7 +187,7 @@ class LoadPlans:
             hits,
             self._leases,
             self._clock,
-            waits=not planned.trial,
+            waits=planned.tried is None,
         )
         self._loader.add(planned.both)
 

@@ -9,7 +9,7 @@ out are frozen records of coefficients, which `kvstore.planning.planner` reads. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from math import frexp
 
@@ -34,6 +34,8 @@ _APART = 1.5
 _BOTH_NEWEST, _BOTH_MOST, _BOTH_FADE = 0.25, 4.0, 0.97
 """What both ends took beside what was expected: weight of the newest, the most that one says, and how it is forgotten
 with each request that goes another way, so that both ends are tried again after some tens of them."""
+_GUESS = 2.0
+"""No bytes are believed to be so many times faster than any load that was measured."""
 _FIT_PART = 32
 _SIMPLER = 0.002
 """A line with one cost less is taken where its mean square error, relative, is no more than that worse."""
@@ -149,6 +151,10 @@ class _Line:
     def expected(self, features: Sequence[float]) -> float:
         """Seconds, by the fit; 0 where nothing was measured."""
         return float(self.fit() @ np.asarray(features, dtype=np.float64)) if self.count else 0.0
+
+    def least_rate(self) -> float:
+        """The least seconds for one of the first feature, of any kind of measurement."""
+        return min(kind.seconds / max(float(kind.features[0]), _LEAST_S) for kind in self._kinds.values())
 
     def _has_changed(self, x: NDArray[np.float64], seconds: float) -> bool:
         """Whether this and the measurements before it were all far off the line in the same direction."""
@@ -267,15 +273,11 @@ class SpeedMeter:
         self._both = 1.0 + _BOTH_FADE * (self._both - 1.0)
 
     def speeds(self) -> Speeds:
-        """What is known now. A disk that was only read beside computations is not faster without: so it counts.
-
-        Nor are its bytes much faster beside one: a line through pieces of one size may put all down to their start.
-        """
+        """What is known now. A disk that was only read beside computations is not faster without: so it counts."""
         beside = _tier(self._beside) if self._beside.count else None
         tiers = {tier: _tier(line) for tier, line in self._tiers.items()}
         if beside is not None:
-            byte_s = tiers.setdefault(Tier.NVME, beside).byte_s / _APART
-            beside = replace(beside, byte_s=max(beside.byte_s, byte_s))
+            tiers.setdefault(Tier.NVME, beside)
         return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside, both_factor=self._both)
 
     def _prefill_speed(self) -> PrefillSpeed | None:
@@ -291,5 +293,7 @@ class SpeedMeter:
 
 
 def _tier(line: _Line) -> TierSpeed:
+    """A line through loads of about one size may put all down to their start: then larger ones are a guess."""
     byte_s, start_s = line.fit().tolist()
+    byte_s = max(byte_s, line.least_rate() / _GUESS)
     return TierSpeed(start_s=start_s, byte_s=byte_s / _BYTES)

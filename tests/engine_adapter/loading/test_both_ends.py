@@ -26,19 +26,22 @@ class Store:
 
     def __init__(self) -> None:
         self.room = False
+        self.tier = Tier.DRAM
         self.asked: list[int] = []
         self.dropped: list[NDArray[np.uint32]] = []
         self.hbm = SimpleNamespace(slot_bytes=1000)
 
     def match(self, namespace: object, hashes: NDArray[np.uint64]) -> SimpleNamespace:
-        return SimpleNamespace(tiers=np.full(len(hashes), Tier.DRAM, dtype=np.uint8))
+        return SimpleNamespace(tiers=np.full(len(hashes), self.tier, dtype=np.uint8))
 
     def acquire(
         self, namespace: object, lease: int, hashes: NDArray[np.uint64], *, first: int
     ) -> SimpleNamespace:
         self.asked.append(first)
         outcomes = np.full(len(hashes) - first, Outcome.HIT_HBM, dtype=np.uint8)
-        if not self.room:
+        if self.tier is Tier.NVME:
+            outcomes[:] = Outcome.PROMOTING
+        elif not self.room:
             outcomes[1:] = Outcome.NO_SLOT
         grant = SimpleNamespace(outcomes=outcomes, hbm_slots=np.arange(first, len(hashes), dtype=np.uint32))
         return SimpleNamespace(
@@ -55,9 +58,15 @@ class Store:
         pass
 
 
-def both_ends(store: Store, now: list[float]) -> BothEnds:
+def both_ends(
+    store: Store, now: list[float], measured: list[tuple[int, float]] | None = None, *, waits: bool = True
+) -> BothEnds:
+    found: list[tuple[int, float]] = [] if measured is None else measured
     choice = SimpleNamespace(
-        piece_blocks=lambda blocks: PIECE, queued_bytes=lambda: 0, loaded_beside=lambda nbytes, seconds: None
+        piece_blocks=lambda blocks: PIECE,
+        queued_bytes=lambda: 0,
+        loaded_beside=lambda nbytes, seconds: found.append((nbytes, round(seconds, 3))),
+        not_loaded_beside=lambda nbytes, seconds: None,
     )
     return BothEnds(
         cast(Session, store),
@@ -68,6 +77,7 @@ def both_ends(store: Store, now: list[float]) -> BothEnds:
         0,
         count(),
         lambda: now[0],
+        waits=waits,
     )
 
 
@@ -113,3 +123,31 @@ def test_a_piece_that_finds_no_page_waits_for_one() -> None:
     assert sorted((piece.begin, piece.end) for piece in loaded) == [
         (at, at + PIECE) for at in range(0, BLOCKS, PIECE)
     ]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_tries_a_disk_is_measured_though_all_is_computed_by_then(waits: bool) -> None:
+    """A prompt of one step is computed, as far as loads go, once it is launched: all it had asked for was let go of."""
+    store, now, measured = Store(), [10.0], list[tuple[int, float]]()
+    store.tier = Tier.NVME
+    both = both_ends(store, now, measured, waits=waits)
+    assert both.work()
+    both.take(BLOCKS * BLOCK_TOKENS)
+    now[0] += 0.03
+    assert both.work() is not waits
+    assert measured == []
+    store.tier = Tier.DRAM
+    assert not both.work()
+    assert measured == ([] if waits else [(4000, 0.03), (8000, 0.03), (12000, 0.03)])
+    assert both.take(BLOCKS * BLOCK_TOKENS).pieces == []
+
+
+def test_what_is_in_memory_says_nothing_of_a_disk() -> None:
+    """Pieces that DRAM had were taken for loads from a disk, which was then planned with at 25 GB/s."""
+    store, now, measured = Store(), [10.0], list[tuple[int, float]]()
+    store.room = True
+    both = both_ends(store, now, measured)
+    for _ in range(8):
+        both.work()
+    assert len(both.take(0).pieces) == BLOCKS // PIECE
+    assert measured == []
