@@ -63,10 +63,6 @@ class _Planned:
     overtaken_blocks: int = 0
     alone: bool = True  # the engine has had no other request since
 
-    def lacked_slots(self, now: float) -> bool:
-        """Whether a trial that is asked for again has not come to ask the disk anything."""
-        return self.tried is not None and self.both is None and now - self.asked_at <= self.tried.wait_s
-
 
 class LoadPlans:
     """See the module. Requests are named by their leases."""
@@ -106,20 +102,25 @@ class LoadPlans:
         return self._choice.plan(found, num_tokens, self._namespace.block_tokens).way is Way.LOAD
 
     def ask(
-        self, lease: int, prompt: _Hashes, num_tokens: int, computed_here: Callable[[int], bool]
+        self,
+        lease: int,
+        prompt: _Hashes,
+        num_tokens: int,
+        computed_here: Callable[[int], bool],
+        *,
+        lacked_room: bool = False,
     ) -> Ask | None:
         """The request with this lease is about to be admitted; `prompt` ([n, 2]) are the hashes that may be hits.
 
         `computed_here`: whether another request of this engine computes this block. None: it computes the first that
-        this one would; ask again.
+        this one would; ask again. `lacked_room`: whether the answer before was that memory has no room.
         """
         found, previous = self._session.match(self._namespace, prompt).tiers, self._planned.get(lease)
         to_try = previous is None
         if previous is not None:
-            if to_try := previous.lacked_slots(self._clock()):
+            came = self._note_arrived(previous, found)
+            if to_try := lacked_room and not came and previous.tried is not None:
                 self._choice.not_tried()
-            else:
-                self._note_arrived(previous, found)
             self.end(lease)
         if not (found != Tier.HBM).any():
             return Ask(len(prompt))
@@ -138,7 +139,9 @@ class LoadPlans:
         planned = self._planned[lease] = _Planned(
             plan, known, prompt[: len(known)], self._clock(), nbytes, tried
         )
-        if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
+        if (
+            loads and previous is not None and previous.disk_bytes and not to_try
+        ):  # it still waits, since then
             planned.asked_at, planned.disk_bytes, planned.tiers = (
                 previous.asked_at,
                 previous.disk_bytes,
@@ -154,14 +157,14 @@ class LoadPlans:
             return Ask(plan.load_end, private=True)  # by its name it would be a hit
         return Ask(len(prompt), private=True)
 
-    def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
-        """How fast a disk was that a request has waited for: what came by now took as long.
+    def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> int:
+        """How fast a disk was that a request has waited for: what came by now, so many blocks, took as long.
 
         Where nothing came, all of it takes longer than that: twice as long, unless it was a trial, which may be shorter
         than the first call of a disk and says nothing.
         """
         if not planned.disk_bytes:
-            return
+            return 0
         length = min(len(found), len(planned.tiers))
         wanted = planned.tiers[:length] == Tier.NVME
         came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
@@ -172,6 +175,7 @@ class LoadPlans:
             self._choice.loaded(Tier.NVME, nbytes, waited_s)
         elif planned.tried is None:
             self._choice.loaded(Tier.NVME, planned.disk_bytes, 2.0 * waited_s)
+        return came
 
     def begin(self, lease: int, hits: int) -> None:
         """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""

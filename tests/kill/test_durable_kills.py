@@ -29,8 +29,8 @@ from tests.support.worker import BLOCK_TOKENS
 KILLS = int(os.environ.get("KVSTORE_TEST_DURABLE_KILLS", "60"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 PROMPT_BLOCKS = 12
-NVME_BYTES = -(-KILLS // 250) * 1024 * MIB
-"""Some nine prompts are written a kill: the disk has room for what all kills together interrupt."""
+NVME_BYTES = -(-KILLS // 125) * 1024 * MIB
+"""Some 13 prompts are written a kill: the disk has room for twice what all kills together interrupt."""
 MOST_BLOCKS = NVME_BYTES // (20 * 1024)
 """Slots of 16 KiB with their trailers."""
 MOST_PROMPTS = MOST_BLOCKS // PROMPT_BLOCKS * 3 // 4

@@ -90,15 +90,27 @@ def test_a_trial_that_brings_nothing_says_nothing(came: int) -> None:
     assert choice.measured == found
 
 
-def test_a_trial_that_lacks_slots_is_made_again() -> None:
+def test_a_trial_that_lacks_room_is_made_again() -> None:
+    """It counted as made: the next was up to a minute later."""
     tiers, now, choice = np.full(BLOCKS, Tier.NVME, dtype=np.uint8), [100.0], Choice()
     plans, prompt = plans_over(choice, tiers, now), np.zeros((BLOCKS, 2), dtype=np.uint64)
     for asked in range(3):
-        ask = plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False)
+        ask = plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False, lacked_room=asked > 0)
         assert ask is not None
         assert (ask.wait_s, choice.not_tried_count) == (TRIAL_S, asked)
-        now[0] += TRIAL_S / 10  # asked again before the wait is over
+        now[0] += 2 * TRIAL_S
     assert choice.measured == []
+
+
+def test_what_comes_before_the_wait_is_over_counts() -> None:
+    tiers, now, choice = np.full(BLOCKS, Tier.NVME, dtype=np.uint8), [100.0], Choice()
+    plans, prompt = plans_over(choice, tiers, now), np.zeros((BLOCKS, 2), dtype=np.uint64)
+    plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False)
+    now[0] += TRIAL_S / 10
+    tiers[:] = Tier.DRAM
+    plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False)
+    assert choice.measured == [(Tier.NVME, BLOCKS * SLOT_BYTES, pytest.approx(TRIAL_S / 10))]
+    assert choice.not_tried_count == 0
 
 
 def planned(*, load_s: float = 2.0, compute_s: float = 0.1, way: Way = Way.COMPUTE) -> Plan:
