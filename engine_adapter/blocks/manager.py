@@ -174,8 +174,9 @@ class KvstoreBlockManager:
         prompt = entry.chain.hashes[: entry.cap_blocks]
         self._patience.renew(entry, prompt)
         entry.turn_at = entry.turn_at or now
-        computed_here = functools.partial(self._patience.computed_here, entry)
-        ask = self._plans.ask(entry.lease, prompt, num_tokens, computed_here, lacked_room=entry.lacks_room)
+        ask = self._plans.ask(
+            entry.lease, prompt, num_tokens, functools.partial(self._patience.computed_here, entry)
+        )
         if ask is None:
             entry.retry_at = now + _RETRY_S
             return

@@ -69,6 +69,7 @@ class _Asked:
     nbytes: (
         int  # what the disk had to read when it was asked, this piece included; 0: says nothing of the disk
     )
+    own_bytes: int = 0  # of that, what is its own
     again_at: float = 0.0
     lacks_slots: bool = False  # it waits for slots, whatever the disk does
     grant: PendingGrant | None = None
@@ -169,14 +170,14 @@ class BothEnds:
 
     def _begin(self, piece: Piece, now: float) -> None:
         slot_bytes = self._session.hbm.slot_bytes
-        own = sum(len(asked.piece) for asked in self._asked) * slot_bytes
-        on_disk = len(piece) - np.count_nonzero(self._tiers(piece) != Tier.NVME)
-        queued = max(self._choice.queued_bytes(), own) if on_disk else 0
+        queued = max(self._choice.queued_bytes(), sum(asked.own_bytes for asked in self._asked))
+        own = int(np.count_nonzero(self._tiers(piece) == Tier.NVME)) * slot_bytes
         asked = _Asked(
             piece=piece,
             lease=next(self._leases),
             asked_at=now,
-            nbytes=queued + int(on_disk) * slot_bytes,
+            nbytes=queued + own if own else 0,
+            own_bytes=own,
         )
         self._asked.append(asked)
         self._ask(asked)
@@ -184,15 +185,15 @@ class BothEnds:
     def _is_over(self, asked: _Asked, now: float) -> bool:
         """Whether a piece that is computed by now is let go of: where it tries the disk, once all of it is in memory.
 
-        Then that is measured. One that lacks slots says nothing of the disk.
+        Then that is measured. One that lacks slots, or that this engine has published meanwhile, says nothing.
         """
         if self._waits or asked.lacks_slots:
             return True
         if asked.slots is None and not self._in_memory(asked.piece):
             return False
-        if asked.nbytes:
+        if asked.nbytes and (asked.slots is not None or (self._tiers(asked.piece) == Tier.DRAM).all()):
             self._choice.loaded_beside(asked.nbytes, now - asked.asked_at)
-            asked.nbytes = 0
+        asked.nbytes = 0
         return True
 
     def _ask(self, asked: _Asked) -> None:
@@ -231,6 +232,7 @@ class BothEnds:
         elif ((grant.outcomes == Outcome.PROMOTING) | (grant.outcomes == Outcome.PENDING)).any():
             # Some may not be read yet: there was no room in DRAM.
             some = bool((grant.outcomes == Outcome.LATER).any())
+            asked.nbytes = 0 if some else asked.nbytes  # it waits for room, whatever the disk does
             asked.again_at = now + (_ROOM_S if some else _AGAIN_S)
         else:
             self._failed(asked)

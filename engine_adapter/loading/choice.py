@@ -120,9 +120,11 @@ class LoadChoice:
 
     def not_loaded_beside(self, nbytes: int, seconds: float) -> None:
         """A load as in `loaded_beside` has not come for so long, and is not waited for any more. Any thread."""
-        self._trials.measured(Trial.BESIDE, self._clock(), surprising=False)
         with self._lock:
+            known = self._meter.speeds().behind
             self._meter.not_loaded_beside(nbytes, seconds)
+        if known is not None and seconds > known.seconds(nbytes):  # else it says nothing
+            self._measured(Trial.BESIDE, known, nbytes, seconds)
 
     def both_took(self, plan: Plan, seconds: float) -> None:
         """Both ends of a request that this engine had nothing beside have met after so long."""
@@ -224,10 +226,6 @@ class LoadChoice:
             plan = replace(plan, way=Way.LOAD, cached_blocks=cached, load_end=cached, meet=cached)
             return Tried(plan, _TRIAL_SHARE * plan.compute_all_s + _TRIAL_S)
         return None
-
-    def not_tried(self) -> None:
-        """The request that was to try the disk last lacked slots for it."""
-        self._trials.undo()
 
     def patience_s(self, plan: Plan) -> float:
         """How long a load from disk may take before it is planned anew."""

@@ -16,7 +16,7 @@ from engine_adapter.base import EVERYTHING, Reach
 from engine_adapter.copying.copier import Copier
 from engine_adapter.loading.arrival import Arrival
 from engine_adapter.loading.both_ends import BothEnds, LoadedPiece, PieceLoader
-from engine_adapter.loading.choice import LoadChoice, Tried
+from engine_adapter.loading.choice import LoadChoice
 from engine_adapter.loading.layer_groups import LayerGroups
 from engine_adapter.loading.load import Load
 from kvstore.client import Namespace, Session
@@ -58,7 +58,7 @@ class _Planned:
     hashes: _Hashes  # [cached]
     asked_at: float
     disk_bytes: int  # that disks had to read first, the request's own among them; 0: none
-    tried: Tried | None  # it is only to see how fast a disk is
+    trial: bool  # it is only to see how fast a disk is
     both: BothEnds | None = None
     overtaken_blocks: int = 0
     alone: bool = True  # the engine has had no other request since
@@ -102,25 +102,16 @@ class LoadPlans:
         return self._choice.plan(found, num_tokens, self._namespace.block_tokens).way is Way.LOAD
 
     def ask(
-        self,
-        lease: int,
-        prompt: _Hashes,
-        num_tokens: int,
-        computed_here: Callable[[int], bool],
-        *,
-        lacked_room: bool = False,
+        self, lease: int, prompt: _Hashes, num_tokens: int, computed_here: Callable[[int], bool]
     ) -> Ask | None:
         """The request with this lease is about to be admitted; `prompt` ([n, 2]) are the hashes that may be hits.
 
         `computed_here`: whether another request of this engine computes this block. None: it computes the first that
-        this one would; ask again. `lacked_room`: whether the answer before was that memory has no room.
+        this one would; ask again.
         """
         found, previous = self._session.match(self._namespace, prompt).tiers, self._planned.get(lease)
-        to_try = previous is None
         if previous is not None:
-            came = self._note_arrived(previous, found)
-            if to_try := lacked_room and not came and previous.tried is not None:
-                self._choice.not_tried()
+            self._note_arrived(previous, found)
             self.end(lease)
         if not (found != Tier.HBM).any():
             return Ask(len(prompt))
@@ -128,7 +119,7 @@ class LoadPlans:
         if plan.load_end < len(found) and computed_here(plan.load_end):
             return None
         on_disk = int(np.count_nonzero(found == Tier.NVME))
-        tried = self._choice.tried(plan, found) if on_disk and to_try else None
+        tried = self._choice.tried(plan, found) if on_disk and previous is None else None
         if tried is not None:
             plan = tried.plan
         loads = plan.load_end == len(found)
@@ -137,11 +128,9 @@ class LoadPlans:
         )
         known = found[: plan.cached_blocks] if plan.way is Way.BOTH_ENDS else found
         planned = self._planned[lease] = _Planned(
-            plan, known, prompt[: len(known)], self._clock(), nbytes, tried
+            plan, known, prompt[: len(known)], self._clock(), nbytes, tried is not None
         )
-        if (
-            loads and previous is not None and previous.disk_bytes and not to_try
-        ):  # it still waits, since then
+        if loads and previous is not None and previous.disk_bytes:  # it still waits, since then
             planned.asked_at, planned.disk_bytes, planned.tiers = (
                 previous.asked_at,
                 previous.disk_bytes,
@@ -157,14 +146,14 @@ class LoadPlans:
             return Ask(plan.load_end, private=True)  # by its name it would be a hit
         return Ask(len(prompt), private=True)
 
-    def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> int:
-        """How fast a disk was that a request has waited for: what came by now, so many blocks, took as long.
+    def _note_arrived(self, planned: _Planned, found: NDArray[np.uint8]) -> None:
+        """How fast a disk was that a request has waited for: what came by now took as long.
 
         Where nothing came, all of it takes longer than that: twice as long, unless it was a trial, which may be shorter
         than the first call of a disk and says nothing.
         """
         if not planned.disk_bytes:
-            return 0
+            return
         length = min(len(found), len(planned.tiers))
         wanted = planned.tiers[:length] == Tier.NVME
         came = int(np.count_nonzero(wanted & (found[:length] != Tier.NVME)))
@@ -173,9 +162,8 @@ class LoadPlans:
             missing = int(np.count_nonzero(wanted)) - came
             nbytes = planned.disk_bytes - missing * self._session.hbm.slot_bytes
             self._choice.loaded(Tier.NVME, nbytes, waited_s)
-        elif planned.tried is None:
+        elif not planned.trial:
             self._choice.loaded(Tier.NVME, planned.disk_bytes, 2.0 * waited_s)
-        return came
 
     def begin(self, lease: int, hits: int) -> None:
         """The request has its slots, the first `hits` blocks of them are cached: what is loaded from behind begins."""
@@ -191,7 +179,7 @@ class LoadPlans:
             hits,
             self._leases,
             self._clock,
-            waits=planned.tried is None,
+            waits=not planned.trial,
         )
         self._loader.add(planned.both)
 

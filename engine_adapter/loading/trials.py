@@ -38,7 +38,6 @@ class Trials:
         self._at_once = [0, 0]  # by Trial: so many wait for no pause
         self._tried_at = -math.inf
         self._pause_s = _LEAST_PAUSE_S
-        self._before = (self._at[:], self._at_once[:], self._tried_at, self._pause_s)
 
     def measured(self, how: Trial, now_s: float, *, surprising: bool) -> None:
         """A load has told how fast the disk is. `surprising`: much faster than it was taken for."""
@@ -62,15 +61,10 @@ class Trials:
         pause_s = max(self._pause_s, _LEAST_PAUSE * plan.compute_all_s)
         if not self._at_once[how] and now_s - max(self._at[how], self._tried_at) < pause_s:
             return None
-        self._before = (self._at[:], self._at_once[:], self._tried_at, self._pause_s)
         self._at[how] = self._tried_at = now_s
         self._at_once[how] = max(0, self._at_once[how] - 1)
         self._pause_s = min(2.0 * self._pause_s, _MOST_PAUSE_S)
         return how
-
-    def undo(self) -> None:
-        """The trial that began last did not come to ask the disk anything."""
-        self._at, self._at_once, self._tried_at, self._pause_s = self._before
 
     def _next(self, *, beside: bool) -> Trial:
         """The way that is to be tried at once, else that of which least is known."""

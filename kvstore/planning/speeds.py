@@ -152,9 +152,10 @@ class _Line:
         """Seconds, by the fit; 0 where nothing was measured."""
         return float(self.fit() @ np.asarray(features, dtype=np.float64)) if self.count else 0.0
 
-    def least_rate(self) -> float:
-        """The least seconds for one of the first feature, of any kind of measurement."""
-        return min(kind.seconds / max(float(kind.features[0]), _LEAST_S) for kind in self._kinds.values())
+    def best(self) -> tuple[float, float]:
+        """The kind of measurements that took the least for each of the first feature: how many of it, and seconds."""
+        kinds = [(max(float(kind.features[0]), _LEAST_S), kind.seconds) for kind in self._kinds.values()]
+        return min(kinds, key=lambda kind: kind[1] / kind[0])
 
     def _has_changed(self, x: NDArray[np.float64], seconds: float) -> bool:
         """Whether this and the measurements before it were all far off the line in the same direction."""
@@ -274,8 +275,8 @@ class SpeedMeter:
 
     def speeds(self) -> Speeds:
         """What is known now. A disk that was only read beside computations is not faster without: so it counts."""
-        beside = _tier(self._beside) if self._beside.count else None
-        tiers = {tier: _tier(line) for tier, line in self._tiers.items()}
+        beside = _disk(self._beside) if self._beside.count else None
+        tiers = {tier: _disk(it) if tier is Tier.NVME else _tier(it) for tier, it in self._tiers.items()}
         if beside is not None:
             tiers.setdefault(Tier.NVME, beside)
         return Speeds(prefill=self._prefill_speed(), tiers=tiers, beside=beside, both_factor=self._both)
@@ -293,7 +294,16 @@ class SpeedMeter:
 
 
 def _tier(line: _Line) -> TierSpeed:
-    """A line through loads of about one size may put all down to their start: then larger ones are a guess."""
     byte_s, start_s = line.fit().tolist()
-    byte_s = max(byte_s, line.least_rate() / _GUESS)
     return TierSpeed(start_s=start_s, byte_s=byte_s / _BYTES)
+
+
+def _disk(line: _Line) -> TierSpeed:
+    """A line through loads of about one size may put all down to their start, and then larger ones are a guess.
+
+    So it is turned about the best rate that was measured, until no bytes are much faster than that.
+    """
+    byte_s, start_s = line.fit().tolist()
+    size, seconds = line.best()
+    steeper = max(0.0, seconds / size / _GUESS - byte_s)
+    return TierSpeed(start_s=max(0.0, start_s - steeper * size), byte_s=(byte_s + steeper) / _BYTES)

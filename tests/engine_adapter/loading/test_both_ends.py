@@ -145,9 +145,21 @@ def test_what_tries_a_disk_is_measured_though_all_is_computed_by_then(waits: boo
 def test_what_is_in_memory_says_nothing_of_a_disk() -> None:
     """Pieces that DRAM had were taken for loads from a disk, which was then planned with at 25 GB/s."""
     store, now, measured = Store(), [10.0], list[tuple[int, float]]()
-    store.room = True
-    both = both_ends(store, now, measured)
-    for _ in range(8):
+    both = both_ends(store, now, measured, waits=False)
+    both.take(BLOCKS * BLOCK_TOKENS)
+    for _ in range(4):
         both.work()
-    assert len(both.take(0).pieces) == BLOCKS // PIECE
+        now[0] += 0.01
+    assert measured == []
+
+
+def test_what_this_engine_has_computed_says_nothing_of_a_disk() -> None:
+    """It is in HBM as it is published: measured like that, a disk is as fast as prefill."""
+    store, now, measured = Store(), [10.0], list[tuple[int, float]]()
+    store.tier = Tier.NVME
+    both = both_ends(store, now, measured, waits=False)
+    both.work()
+    both.take(BLOCKS * BLOCK_TOKENS)
+    store.tier = Tier.HBM
+    assert not both.work()
     assert measured == []

@@ -27,7 +27,6 @@ class Choice:
 
     def __init__(self) -> None:
         self.measured: list[tuple[Tier, int, float]] = []
-        self.not_tried_count = 0
 
     def plan(self, tiers: object, num_tokens: int, block_tokens: int) -> Plan:
         return Plan(
@@ -42,9 +41,6 @@ class Choice:
 
     def tried(self, plan: Plan, tiers: NDArray[np.uint8]) -> Tried:
         return Tried(replace(plan, way=Way.LOAD, load_end=BLOCKS), TRIAL_S)
-
-    def not_tried(self) -> None:
-        self.not_tried_count += 1
 
     def queued_bytes(self) -> int:
         return 0
@@ -90,18 +86,6 @@ def test_a_trial_that_brings_nothing_says_nothing(came: int) -> None:
     assert choice.measured == found
 
 
-def test_a_trial_that_lacks_room_is_made_again() -> None:
-    """It counted as made: the next was up to a minute later."""
-    tiers, now, choice = np.full(BLOCKS, Tier.NVME, dtype=np.uint8), [100.0], Choice()
-    plans, prompt = plans_over(choice, tiers, now), np.zeros((BLOCKS, 2), dtype=np.uint64)
-    for asked in range(3):
-        ask = plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False, lacked_room=asked > 0)
-        assert ask is not None
-        assert (ask.wait_s, choice.not_tried_count) == (TRIAL_S, asked)
-        now[0] += 2 * TRIAL_S
-    assert choice.measured == []
-
-
 def test_what_comes_before_the_wait_is_over_counts() -> None:
     tiers, now, choice = np.full(BLOCKS, Tier.NVME, dtype=np.uint8), [100.0], Choice()
     plans, prompt = plans_over(choice, tiers, now), np.zeros((BLOCKS, 2), dtype=np.uint64)
@@ -110,7 +94,6 @@ def test_what_comes_before_the_wait_is_over_counts() -> None:
     tiers[:] = Tier.DRAM
     plans.ask(1, prompt, 16 * BLOCKS + 1, lambda block: False)
     assert choice.measured == [(Tier.NVME, BLOCKS * SLOT_BYTES, pytest.approx(TRIAL_S / 10))]
-    assert choice.not_tried_count == 0
 
 
 def planned(*, load_s: float = 2.0, compute_s: float = 0.1, way: Way = Way.COMPUTE) -> Plan:
@@ -194,15 +177,6 @@ def test_a_disk_that_was_in_use_is_tried_soon(way: Way) -> None:
     assert asked.during(2.0, planned(load_s=0.01, way=way)) == []
     begin = asked.now
     assert asked.during(10.0, planned())[0][0] - begin <= 3.0 + 0.1
-
-
-def test_a_trial_that_did_not_come_to_ask_is_made_by_the_next_request() -> None:
-    """One whose request lacked slots counted: the next was a minute later."""
-    asked = Asked()
-    asked.during(200.0, planned())
-    found = asked.during(70.0, planned())
-    asked.trials.undo()
-    assert asked.during(0.05, planned()) == [(round(asked.now - 0.1, 1), found[-1][1])]
 
 
 def test_what_was_measured_anyway_is_not_tried() -> None:
